@@ -1,6 +1,6 @@
 """`learner-N`: one rank of the policy's training. A thin actor around `rayapp.learner`.
 
-Every method but `ready`, `log_probs_before`, `profile` and `log_probs_of` is collective. PyTorch is imported where it
+Every method but `log_probs_before`, `profile` and `log_probs_of` is collective. PyTorch is imported where it
 is used: the driver imports this module, too.
 """
 
@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from rayapp.learner.state.checkpoint import SaveInProgress
     from rayapp.learner.state.sender import LearnerSource, WeightSender
+    from rayapp.learner.step import PolicyLearner
 
 
 class ServersClient:
@@ -54,7 +56,7 @@ class ServersClient:
         self.num_loaded = 0  # tensors of the last update, the same on every server
 
     def announce(self, version: int, source: LearnerSource) -> None:
-        """Set the version that the next `finish_weight_update` sends, with the checksums that `source` has by then."""
+        """Set the version that the next `finish_weight_update` sends, with the checksums of `source`."""
         self._version, self._source = version, source
 
     def check(self) -> None:
@@ -82,7 +84,7 @@ class ServersClient:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         assert self._source is not None, "announce comes first"
-        checksums, num_sent = self._source.checksums, self._source.num_tensors
+        checksums, num_sent = self._source.sums.read(), self._source.sums.num_tensors
         refs = [server.actor.finish_update.remote(self._version, checksums) for server in self._servers]
         loaded = self._all("finish_update", refs)
         if set(loaded) != {num_sent}:
@@ -117,35 +119,44 @@ class Learner:
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         self._rank = rank  # set it first, because Ray calls __repr__ even if __init__ fails
-        from torch.distributed import DistError
-
-        from rayapp.learner.build import build_learner
-        from rayapp.learner.distributed import end_ranks, start_ranks
+        # These imports take seconds. A server that shares the GPU starts meanwhile, and only then the model is loaded.
+        import rayapp.learner.build  # noqa: F401
         from rayapp.learner.memory.idle import IdleMemory
 
         label_logs(config.run.name)
-        self._config = config = with_local_model(config)
-        try:
-            ranks = start_ranks(config, rank, world_size, master_address, master_port)
-        except DistError as error:
-            raise LearnerError(
-                f"learner {rank} of {world_size} did not find the other learners at {master_address}:{master_port}: "
-                f"{first_line(error)}. Ray's logs of the other learners (dashboard, Actors) show whether they ended, "
-                "and why. If another program took that port, start the run again: every start uses another port."
-            ) from None
-        try:
-            self._learner = build_learner(config, ranks)
-            if rank == 0:
-                self._learner.on_micro_batch = Progress().tell
-            self._idle = IdleMemory()
-            self._rest()
-        except BaseException:
-            end_ranks()
-            raise
+        self._config = with_local_model(config)
+        self._world_size, self._master_address, self._master_port = world_size, master_address, master_port
+        self._idle = IdleMemory()
         self._is_first = True  # until the first step is trained, whose memory is compared with the plan
         self._saving: SaveInProgress | None = None
         self._sender: WeightSender | None = None
         self._client: ServersClient | None = None
+
+    @cached_property
+    def _learner(self) -> PolicyLearner:
+        """The learner of this rank, loaded when all ranks first use it."""
+        from torch.distributed import DistError
+
+        from rayapp.learner.build import build_learner
+        from rayapp.learner.distributed import end_ranks, start_ranks
+
+        address, port = self._master_address, self._master_port
+        try:
+            ranks = start_ranks(self._config, self._rank, self._world_size, address, port)
+        except DistError as error:
+            raise LearnerError(
+                f"learner {self._rank} of {self._world_size} did not find the other learners at {address}:{port}: "
+                f"{first_line(error)}. Ray's logs of the other learners (dashboard, Actors) show whether they ended, "
+                "and why. If another program took that port, start the run again: every start uses another port."
+            ) from None
+        try:
+            learner = build_learner(self._config, ranks)
+        except BaseException:
+            end_ranks()
+            raise
+        if self._rank == 0:
+            learner.on_micro_batch = Progress().tell
+        return learner
 
     def __repr__(self) -> str:
         return f"learner-{self._rank}"
@@ -178,6 +189,8 @@ class Learner:
         give_back_memory(self._config.cluster, learner.ranks.device)
 
     def ready(self) -> dict[str, Any]:
+        """Load the model, and free the GPU's memory for a server that shares it."""
+        self._rest()
         parameters = sum(shape_of(parameter).numel() for parameter in self._learner.model.parameters())
         ranks = self._learner.ranks
         return {"rank": ranks.rank, "device": str(ranks.device), "num_parameters": parameters}
@@ -274,7 +287,7 @@ class Learner:
             self._sender.send()
         seconds = time.monotonic() - started
         num_loaded = float(self._client.num_loaded)
-        return {"bytes": float(source.num_bytes), "seconds": seconds, "num_loaded": num_loaded}
+        return {"bytes": float(source.sums.num_bytes), "seconds": seconds, "num_loaded": num_loaded}
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         """Copy the state to host memory and start to write it; call `checkpoint_done` next. Collective."""

@@ -262,7 +262,7 @@ async def _copied(buckets: list[Any], file: Any) -> SharedWeights:
         bucket: WeightBucket = await ref
         start = file.tell()
         file.write(bucket.data.data)
-        checksums |= dict(bucket.checksums)
+        checksums |= bucket.checksums
         entries += [(name, dtype, shape, start + offset, size) for name, dtype, shape, offset, size in bucket.entries]
     file.flush()
     path = f"/proc/{os.getpid()}/fd/{file.fileno()}"

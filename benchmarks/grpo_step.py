@@ -3,13 +3,14 @@ two alternate in one run, and each is first in every other round.
 
     python -m benchmarks.grpo_step [--rounds 5] [--json] [key.sub=value ...]
     python -m benchmarks.grpo_step --config configs/coding_warmup_gpu.yaml --trl-python PYTHON [--trl-weights float32]
+                                   [--verl-python PYTHON]
 
 rayapp's step uses the actors of `rayapp train` (vLLM server, sandbox pool, rollout worker, learner), called in the
 order of the driver's loop. TRL runs in its own environment (made on the first call under benchmarks/.envs), with the
 settings that are fastest on this machine; its rewards come from rayapp's sandboxes. While one works, the other waits.
 On a GPU (`cluster.device: gpu`) both use it: TRL samples with vLLM, so its interpreter, `--trl-python`, needs
 `trl[vllm]`, and each needs memory beside what the other keeps. `--trl-weights float32` gives TRL's optimizer the
-float32 weights that rayapp's has.
+float32 weights that rayapp's has. With `--verl-python` verl trains as many steps before (`benchmarks/verl_peer.py`).
 The output has medians over the rounds after one warm-up round, and the parts of rayapp's step, which add up to the
 whole.
 """
@@ -30,6 +31,7 @@ from typing import Any
 
 from benchmarks import machine
 from benchmarks.trl_peer import TRL_VERSION, TrlPeer, make_environment
+from benchmarks.verl_peer import VERL_VERSION, run_verl
 from rayapp.config.config import Config
 from rayapp.config.loading import load_config
 from rayapp.core.protocols import SandboxSource, Task
@@ -129,7 +131,9 @@ def _cut(text: str, prompt: Prompt) -> str:
     return text
 
 
-async def run(config: Config, rounds: int, trl_python: Path | None, trl_weights: str) -> dict[str, Any]:
+async def run(
+    config: Config, rounds: int, trl_python: Path | None, trl_weights: str, verl_python: Path | None
+) -> dict[str, Any]:
     import torch
     import transformers
 
@@ -139,18 +143,22 @@ async def run(config: Config, rounds: int, trl_python: Path | None, trl_weights:
     python = trl_python or make_environment(torch.__version__, transformers.__version__)
     report: dict[str, Any] = {"machine": machine.describe(), "limits": machine.measure_limits(), "trl": TRL_VERSION}
     async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        work = _work(config, prompts, folder, trl_weights) | {"num_steps": rounds + 1}
+        if verl_python is not None:
+            messages = [[dict(message) for message in prompt.messages] for prompt in prompts]
+            of_verl = await asyncio.to_thread(run_verl, verl_python, work, messages)
+            report |= {"verl": VERL_VERSION, "of_verl": _of_peer(of_verl)}
+            _note(f"verl has run {len(of_verl)} steps")
         cluster = await stack.enter_async_context(open_cluster(config))
         await cluster.sync_weights(0)
         _note("our actors are ready")
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         sandboxes = PoolClient(
             cluster.pool, local_provider(config.sandbox), holder="trl", ttl_s=config.sandbox.lease_ttl_s
         )
         stack.push_async_callback(sandboxes.close)
         rewards = OurRewards(config, sandboxes, tasks, prompts)
-        peer = await TrlPeer.start(
-            python, _work(config, prompts, folder, trl_weights), rewards, HERE / ".envs" / "trl.log"
-        )
+        peer = await TrlPeer.start(python, work, rewards, HERE / ".envs" / "trl.log")
         stack.push_async_callback(peer.close)
         _note("TRL is ready")
         ours, theirs = [], []
@@ -159,7 +167,11 @@ async def run(config: Config, rounds: int, trl_python: Path | None, trl_weights:
                 result = await (our_step(cluster, number + 1) if side == "ours" else peer.step())
                 (ours if side == "ours" else theirs).append(result)
                 _note(_line(number, side, result))
-    return report | _summary(ours[1:], theirs[1:], report["limits"], config)
+    report |= _summary(ours[1:], theirs[1:], report["limits"], config)
+    if "of_verl" in report:
+        rates = [report[side]["completion_tokens_per_s"]["median"] for side in ("ours", "of_verl")]
+        report["ratios"]["completion_tokens_per_s_of_verl"] = rates[0] / rates[1]
+    return report
 
 
 HERE = Path(__file__).resolve().parent
@@ -170,7 +182,9 @@ def _work(config: Config, prompts: list[Prompt], folder: Path, weights: str) -> 
         "model": str(Path(config.model.path).resolve()),
         "prompts": [prompt.text for prompt in prompts],
         "stop": sorted({stop for prompt in prompts for stop in prompt.stop}),
+        "groups_per_step": config.train.groups_per_step,
         "group_size": config.rollout.group_size,
+        "max_prompt_tokens": config.rollout.max_prompt_tokens,
         "max_completion_tokens": config.rollout.max_completion_tokens,
         "lr": config.learner.optimizer.lr,
         "seed": config.run.seed,
@@ -207,14 +221,17 @@ def _summary(
             "parts_s": {name: statistics.fmean(r["parts"][name] for r in ours) for name in PARTS},
             "share_of_limit": _shares(ours, limits, config) if config.cluster.device == "cpu" else {},
         },
-        "theirs": {
-            "completion_tokens_per_s": _spread(rates[1]),
-            "step_s": _spread([r["step"] for r in theirs]),
-            "completion_tokens": _spread([r["completion_tokens"] for r in theirs]),
-            "parts_s": {
-                name: statistics.fmean(r["parts"].get(name, 0.0) for r in theirs)
-                for name in ("generate", "score", "forward", "backward")
-            },
+        "theirs": _of_peer(theirs),
+    }
+
+
+def _of_peer(steps: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "completion_tokens_per_s": _spread([step["completion_tokens"] / step["step"] for step in steps]),
+        "step_s": _spread([step["step"] for step in steps]),
+        "completion_tokens": _spread([step["completion_tokens"] for step in steps]),
+        "parts_s": {
+            name: statistics.fmean(step["parts"].get(name, 0.0) for step in steps) for name in steps[0]["parts"]
         },
     }
 
@@ -272,18 +289,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print only the JSON report")
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL (default: one of its own, for CPUs)")
     parser.add_argument("--trl-weights", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--verl-python", type=Path, help=f"interpreter with verl=={VERL_VERSION}, vllm, transferqueue")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_args()
     config = load_config(options.config, [*SIZES, "run.name=benchmark", *options.overrides])
     if config.cluster.device == "gpu" and options.trl_python is None:
         parser.error("on a GPU --trl-python must name an interpreter with trl[vllm]")
+    if config.cluster.device == "cpu" and options.verl_python is not None:
+        parser.error("verl's engine needs a GPU: leave --verl-python out")
     # Start a separate Ray: a running Ray may be busy with another job, or end with that job.
     os.environ.setdefault("RAY_ADDRESS", "local")
     # Turn off Ray's memory monitor: two trainers nearly fill this machine's memory, but neither grows.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     started = time.perf_counter()
     settings = {"config": str(options.config), "rounds": options.rounds, "overrides": options.overrides}
-    report = {"settings": settings} | asyncio.run(run(config, options.rounds, options.trl_python, options.trl_weights))
+    pythons = (options.trl_python, options.trl_weights, options.verl_python)
+    report = {"settings": settings} | asyncio.run(run(config, options.rounds, *pythons))
     report["total_s"] = time.perf_counter() - started
     print(json.dumps(report, indent=None if options.json else 2))
 

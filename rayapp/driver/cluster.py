@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.handles import LearnerHandle, RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
+from actors.handles import RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
 from actors.own_ray import RayConnection, one_connection, ray_session
@@ -289,21 +289,22 @@ async def _start(
     asked = asked_servers(config, by_learners=with_learners)
     models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
-    if placement.shares_gpus:
-        # Start nothing else meanwhile: an engine measures and takes the free GPU memory. A sleeping engine leaves the
-        # GPU to the learner.
-        report(f"starting: {', '.join(started.names)}")
-        await all_ready({server.name: server.ready(timeout_s) for server in servers}, report)
-        await asyncio.gather(*(server.sleep() for server in servers))
     learners = LearnerGroup(
         await spawn_learners(asking, started, placement) if with_learners else (), config, plan, processor
     )
     workers = spawn_rollout_workers(asking, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
     make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
-    handles: tuple[VllmServerHandle | LearnerHandle | RolloutWorkerHandle, ...]
-    handles = (*(() if placement.shares_gpus else servers), *learners.handles, *workers)
-    await all_ready({pool.name: make_pool_ready()} | {h.name: h.ready(timeout_s) for h in handles}, report)
+    beside: dict[str, Awaitable[object]] = {pool.name: make_pool_ready()}
+    beside |= {server.name: server.ready(timeout_s) for server in servers}
+    beside |= {worker.name: worker.ready(timeout_s) for worker in workers}
+    if placement.shares_gpus:
+        # Load no policy meanwhile: an engine measures and takes the free GPU memory. A sleeping engine leaves the GPU
+        # to the learner.
+        await all_ready(beside, report)
+        await asyncio.gather(*(server.sleep() for server in servers))
+        beside = {}
+    await all_ready(beside | {handle.name: handle.ready(timeout_s) for handle in learners.handles}, report)
     carrier = (GroupCarrier if plan is not None else StoreCarrier)(config.server.sync_timeout_s)
     weights = WeightSync(carrier)
     members: list[Watched] = [

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.engine.vllm_arguments import is_adapter, load_adapter
-from rayapp.engine.weights.buckets import Arrivals, TensorEntry, unpack
+from rayapp.engine.weights.buckets import Checksums, TensorEntry, unpack
 from rayapp.engine.weights.reload_workarounds import (
     expect_unsent_towers,
     is_tied,
@@ -41,8 +41,8 @@ class WeightUpdateExtension:
         size = Path(path).stat().st_size
         data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         if is_adapter(entries):
-            arrivals = Arrivals()
-            load_adapter(self.model_runner, arrivals.counted(unpack(entries, data)))
+            arrivals = Checksums()
+            load_adapter(self.model_runner, arrivals.passed(unpack(entries, data)))
             return arrivals.check(checksums)
         # Use the layer-wise reload, not load_weights: on CPU vLLM repacks parameters after the first load, and repacked
         # parameters have no weight_loader for a second load.
@@ -55,8 +55,8 @@ class WeightUpdateExtension:
         Return the number of loaded tensors. ValueError: a tensor differs, or did not arrive."""
         model = self.model_runner.get_model()
         mend_after_reload(model, is_tied=is_tied(self.model_runner.model_config))
-        arrivals: Arrivals = model.arrivals
-        model.arrivals = Arrivals()
+        arrivals: Checksums = model.arrivals
+        model.arrivals = Checksums()
         return arrivals.check(checksums)
 
     def leave_weight_group(self) -> None:
@@ -75,8 +75,8 @@ class WeightUpdateExtension:
         mend_reload(model)
         if self.model_runner.model_config.is_multimodal_model:
             expect_unsent_towers()
-        model.arrivals, load_weights = Arrivals(), model.load_weights
-        model.load_weights = lambda weights: load_weights(model.arrivals.counted(weights))
+        model.arrivals, load_weights = Checksums(), model.load_weights
+        model.load_weights = lambda weights: load_weights(model.arrivals.passed(weights))
 
     def seed_sampling(self, seed: int) -> None:
         import torch

@@ -96,7 +96,7 @@ class Client:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         assert self.source is not None
-        checksums = self.source.checksums if self.checksums is None else self.checksums
+        checksums = self.source.sums.read() if self.checksums is None else self.checksums
         self.num_loaded = self._wait(self._server.finish_update(self.version, checksums))
 
 
@@ -135,7 +135,7 @@ async def test_one_group_takes_the_weights_again_and_again_and_the_server_comput
         client.version = version
         await asyncio.to_thread(sender.send)
         assert await server.go_on() == version
-        assert client.num_loaded == client.source.num_tensors
+        assert client.num_loaded == client.source.sums.num_tensors
         (found,) = await server.prompt_log_probs([tokens])
         assert np.abs(found - plain_log_probs(moved_model, tokens)).max() < MAX_LOG_PROB_DIFFERENCE
     assert np.abs(found - plain_log_probs(tiny_model, tokens)).max() > MAX_LOG_PROB_DIFFERENCE
@@ -147,7 +147,7 @@ async def test_weights_that_are_not_what_was_sent_are_found_and_the_server_serve
     sender, client = joined
     client.version = 3
     assert client.source is not None
-    client.checksums = {name: value ^ 1 for name, value in client.source.checksums.items()}
+    client.checksums = {name: value ^ 1 for name, value in client.source.sums.read().items()}
 
     with pytest.raises(WeightSyncError, match=r"received by this server are not .* other checksums"):
         await asyncio.to_thread(sender.send)

@@ -38,7 +38,7 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 2999, "api": 833, "cli": 2739, "config": 3113, "core": 3190, "driver": 2648, "engine": 2268,
+    "actors": 3012, "api": 833, "cli": 2739, "config": 3113, "core": 3190, "driver": 2649, "engine": 2283,
     "extras": 14065, "learner": 7823, "rollout": 6913, "runs": 2396, "sandbox": 6974, "storage": 1766, "tasks": 5612,
     "testing": 618, "tools": 1933,
 }  # fmt: skip

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ONE_IN = 8
 NUM_COLUMNS = 128
-MAX_VALUES = 1 << 24  # that a checksum covers: a fraction of a second on one core
+MAX_VALUES = 1 << 20  # that a checksum covers, unless one column has more
 
 
 class Sampler:
@@ -42,48 +42,68 @@ class Sampler:
         return is_first or "norm" in name or zlib.crc32(name.encode()) % ONE_IN == 0
 
 
-def columns_of(name: str, width: int) -> list[int]:
-    """Return the columns that a tensor's checksum covers: a random choice, the same in every process."""
+def columns_of(name: str, height: int, width: int) -> list[int]:
+    """Return the columns that a tensor's checksum covers: a random choice, the same in every process. A tensor of many
+    rows has few, so that all its rows are covered."""
+    most = min(NUM_COLUMNS, max(1, MAX_VALUES // max(1, height)))
     every = range(width)
-    return sorted(random.Random(name).sample(every, NUM_COLUMNS)) if width > NUM_COLUMNS else list(every)
+    return sorted(random.Random(name).sample(every, most)) if width > most else list(every)
 
 
 def part_of(name: str, tensor: Tensor) -> Tensor:
-    return tensor[..., columns_of(name, tensor.shape[-1])] if tensor.ndim > 1 else tensor
+    if tensor.ndim < 2:
+        return tensor
+    width = tensor.shape[-1]
+    return tensor[..., columns_of(name, tensor.numel() // max(1, width), width)]
 
 
-def checksum_of(part: Tensor) -> int:
-    """Return the CRC-32 of the values as they are sent, in row-major order on any device; -0 counts as 0."""
+def checksum_of(part: Tensor) -> Tensor:
+    """Return the sum, modulo 2**64, of the values' bits, each times an odd number of its place in row-major order: one
+    int64 on the part's device, the same on every device. -0 counts as 0."""
     import torch
 
-    values = part.detach().reshape(-1)[:MAX_VALUES] + 0.0
-    return zlib.crc32(values.cpu().view(torch.uint8).numpy().data) if values.numel() else 0
+    values = part.detach().reshape(-1) + 0.0
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    places = 2 * torch.arange(values.numel(), device=values.device) + 1
+    return (values.view(integers).to(torch.int64) * places).sum()
 
 
-class Arrivals:
-    """Tensors of one update, counted and sampled while the engine loads them in the learner's order."""
+class Checksums:
+    """Tensors of one transfer, counted, and summed by a sample while they pass. The sums stay on the tensors' device
+    until all are read at once: each reading waits for the GPU."""
 
     def __init__(self) -> None:
-        self._num_tensors = 0
-        self._checksums: dict[str, int] = {}
         self._sampler = Sampler()
+        self._sums: dict[str, Tensor] = {}
+        self.num_tensors = self.num_bytes = 0
 
-    def counted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.num_tensors += 1
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        if self._sampler.takes(name):
+            self._sums[name] = checksum_of(part_of(name, tensor))
+
+    def passed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:
-            self._num_tensors += 1
-            if self._sampler.takes(name):
-                self._checksums[name] = checksum_of(part_of(name, tensor))
+            self.add(name, tensor)
             yield name, tensor
 
-    def check(self, checksums: Mapping[str, int]) -> int:
+    def read(self) -> dict[str, int]:
+        import torch
+
+        sums = torch.stack(list(self._sums.values())).tolist() if self._sums else []
+        return dict(zip(self._sums, sums, strict=True))
+
+    def check(self, sent: Mapping[str, int]) -> int:
         """Return the number of tensors. ValueError: one of the learner's checksums has no equal here."""
-        wrong = [name for name, value in checksums.items() if self._checksums.get(name) != value]
+        here = self.read()
+        wrong = [name for name, value in sent.items() if here.get(name) != value]
         if wrong:
             raise ValueError(
-                f"the weights received by this server are not the learner's weights: {len(wrong)} of {len(checksums)} "
+                f"the weights received by this server are not the learner's weights: {len(wrong)} of {len(sent)} "
                 f"compared tensors have other checksums or never arrived: {', '.join(wrong[:3])}"
             )
-        return self._num_tensors
+        return self.num_tensors
 
 
 TensorEntry = tuple[str, str, tuple[int, ...], int, int]  # name, torch's name of the dtype, shape, offset, nbytes
@@ -100,7 +120,7 @@ class WeightBucket:
 
     entries: tuple[TensorEntry, ...]
     data: NDArray[np.uint8]  # (nbytes,), contiguous, so that the object store maps it without a copy
-    checksums: tuple[tuple[str, int], ...] = ()  # (name, CRC-32) of the tensors that `Sampler` chooses
+    checksums: Mapping[str, int]  # of all buckets, in the last one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,23 +129,23 @@ class SharedWeights:
 
     path: str  # such as /proc/PID/fd/NUMBER
     entries: tuple[TensorEntry, ...]
-    checksums: Mapping[str, int]  # CRC-32, by name, of the tensors that `Sampler` chooses
+    checksums: Mapping[str, int]  # by name, of the tensors that `Sampler` chooses
 
 
 def pack(tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Copy tensors in host memory into buckets of at most `bucket_bytes`; a larger one gets its own. Each is copied
-    before the next is requested."""
-    filling, sampler = None, Sampler()
-    for name, tensor in tensors:
+    before the next is requested. The last bucket has the checksums of all."""
+    filling, sums = None, Checksums()
+    for name, tensor in sums.passed(tensors):
         nbytes = _aligned(tensor.numel() * tensor.element_size())
         if filling is not None and filling.size + nbytes > bucket_bytes:
-            yield filling.bucket()
+            yield filling.bucket({})
             filling = None
         if filling is None:
             filling = _Filling(max(bucket_bytes, nbytes))
-        filling.add(name, tensor, is_sampled=sampler.takes(name))
+        filling.add(name, tensor)
     if filling is not None:
-        yield filling.bucket()
+        yield filling.bucket(sums.read())
 
 
 class _Filling:
@@ -135,10 +155,9 @@ class _Filling:
     def __init__(self, capacity: int) -> None:
         self._data = np.empty(capacity, np.uint8)
         self._entries: list[TensorEntry] = []
-        self._checksums: list[tuple[str, int]] = []
         self.size = 0
 
-    def add(self, name: str, tensor: torch.Tensor, *, is_sampled: bool) -> None:
+    def add(self, name: str, tensor: torch.Tensor) -> None:
         import torch
 
         nbytes = tensor.numel() * tensor.element_size()
@@ -147,13 +166,9 @@ class _Filling:
         dtype = str(tensor.dtype).removeprefix("torch.")
         self._entries.append((name, dtype, tuple(tensor.shape), self.size, nbytes))
         self.size += _aligned(nbytes)
-        if is_sampled:
-            self._checksums.append((name, checksum_of(part_of(name, tensor))))
 
-    def bucket(self) -> WeightBucket:
-        return WeightBucket(
-            entries=tuple(self._entries), data=self._data[: self.size], checksums=tuple(self._checksums)
-        )
+    def bucket(self, checksums: Mapping[str, int]) -> WeightBucket:
+        return WeightBucket(entries=tuple(self._entries), data=self._data[: self.size], checksums=checksums)
 
 
 def unpack(entries: Iterable[TensorEntry], data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -19,7 +19,7 @@ import torch
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import WeightSyncError
 from rayapp.core.own_thread import in_thread
-from rayapp.engine.weights.buckets import Sampler, checksum_of, part_of
+from rayapp.engine.weights.buckets import Checksums
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.policy import PolicyModel
 from rayapp.learner.state.export import Formats, device_weights, weight_shapes
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class LearnerSource:
-    """Weights of a learner, as vLLM's `WeightSource`, which counts the tensors of each sync."""
+    """Weights of a learner, as vLLM's `WeightSource`, with their checksums."""
 
     formats: Formats  # to which the next sync rounds; the last is the servers'
 
@@ -37,8 +37,7 @@ class LearnerSource:
         self._lora = lora
         self._device = device
         self.formats = (dtype,)
-        self.checksums: dict[str, int] = {}
-        self.num_bytes = self.num_tensors = 0
+        self.sums = Checksums()  # of the last sync
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
@@ -50,38 +49,37 @@ class LearnerSource:
         return max(shape.numel() for _, shape in weight_shapes(self._model)) * self.formats[-1].itemsize
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.checksums, sampler = {}, Sampler()
-        self.num_bytes = self.num_tensors = 0
+        self.sums = Checksums()
         weights = device_weights(self._model, self._lora, self._device, self.formats)
-        for name, tensor in gathered_in_order(weights, self._device):
-            self.num_tensors += 1
-            self.num_bytes += tensor.numel() * tensor.element_size()
-            if sampler.takes(name):
-                self.checksums[name] = checksum_of(part_of(name, tensor))
-            yield name, tensor
+        is_alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        yield from self.sums.passed(gathered_in_order(weights, self._device, is_alone=is_alone))
 
 
 def gathered_in_order(
-    tensors: Iterator[tuple[str, torch.Tensor]], device: torch.device
+    tensors: Iterator[tuple[str, torch.Tensor]], device: torch.device, *, is_alone: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors, each only after it is gathered; on a GPU the call returns before that.
 
     vLLM iterates in streams of its own, with a broadcast to the servers behind each bucket. There the gathers of rank 0
     would wait behind that broadcast, but the others' would not: NCCL deadlocks when ranks use two communicators in
-    different orders. So all ranks gather in the default stream, and wait for it.
+    different orders. So all ranks gather in the default stream, and wait for it. A rank alone lets the GPU wait.
     """
     if device.type != "cuda":
         yield from tensors
         return
     stream = torch.cuda.default_stream(device)
     while True:
+        callers = torch.cuda.current_stream(device)  # another one at every bucket
         with torch.cuda.stream(stream):
             item = next(tensors, None)
+        if is_alone:
+            callers.wait_stream(stream)
+        else:
             stream.synchronize()
         if item is None:
             return
         # The caller copies the tensor in another stream. The allocator must not reuse its memory before that copy.
-        item[1].record_stream(torch.cuda.current_stream(device))
+        item[1].record_stream(callers)
         yield item
 
 

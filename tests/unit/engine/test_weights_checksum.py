@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rayapp.engine.weights.buckets import NUM_COLUMNS, Arrivals, Sampler, checksum_of, columns_of, pack, part_of
+from rayapp.engine.weights.buckets import (
+    MAX_VALUES,
+    NUM_COLUMNS,
+    Checksums,
+    Sampler,
+    checksum_of,
+    columns_of,
+    pack,
+    part_of,
+)
 
 
 def test_the_first_tensor_of_every_kind_all_norms_and_one_in_eight_of_the_rest_are_sampled() -> None:
@@ -22,7 +31,7 @@ def test_one_wrong_row_of_a_wide_matrix_is_seen_and_its_part_is_small() -> None:
     matrix = torch.randn(50, 4000).bfloat16()
     part = part_of("q", matrix)
     assert part.shape == (50, NUM_COLUMNS)
-    assert torch.equal(part, matrix[:, columns_of("q", 4000)])
+    assert torch.equal(part, matrix[:, columns_of("q", 50, 4000)])
     for row in range(50):
         wrong = matrix.clone()
         wrong[row] = -wrong[row]
@@ -30,8 +39,10 @@ def test_one_wrong_row_of_a_wide_matrix_is_seen_and_its_part_is_small() -> None:
 
 
 def test_columns_are_others_for_every_tensor_and_the_same_for_everybody() -> None:
-    assert columns_of("a", 4000) == columns_of("a", 4000) != columns_of("b", 4000)
-    assert columns_of("a", 5) == [0, 1, 2, 3, 4]
+    assert columns_of("a", 9, 4000) == columns_of("a", 9, 4000) != columns_of("b", 9, 4000)
+    assert columns_of("a", 9, 5) == [0, 1, 2, 3, 4]
+    assert len(columns_of("a", MAX_VALUES // 2, 4000)) == 2
+    assert len(columns_of("a", MAX_VALUES * 2, 4000)) == 1
 
 
 def test_a_checksum_is_of_values_whatever_holds_them() -> None:
@@ -46,14 +57,14 @@ def test_a_checksum_is_of_values_whatever_holds_them() -> None:
 @pytest.mark.parametrize("fault", ["none", "changed", "missing"])
 def test_an_update_is_refused_if_a_tensor_arrives_changed_or_not_at_all(fault: str) -> None:
     tensors = {f"layers.{i}.norm.weight": torch.randn(5) for i in range(3)} | {"head": torch.randn(4, 200)}
-    sums = {name: value for bucket in pack(tensors.items(), 1 << 10) for name, value in bucket.checksums}
+    sums = {name: value for bucket in pack(tensors.items(), 1 << 10) for name, value in bucket.checksums.items()}
     match fault:
         case "changed":
             tensors["head"][3] = -tensors["head"][3]
         case "missing":
             del tensors["layers.1.norm.weight"]
-    arrivals = Arrivals()
-    assert dict(arrivals.counted(tensors.items())) == tensors
+    arrivals = Checksums()
+    assert dict(arrivals.passed(tensors.items())) == tensors
     if fault == "none":
         assert arrivals.check(sums) == 4
     else:

@@ -50,6 +50,9 @@ class Stream:
     def synchronize(self) -> None:
         self.streams.log.append(f"wait for {self}")
 
+    def wait_stream(self, other: Stream) -> None:
+        self.streams.log.append(f"{self} comes after {other}")
+
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
@@ -89,8 +92,9 @@ def weights() -> Iterator[tuple[str, torch.Tensor]]:
         yield f"w{number}", torch.full((20,), number, dtype=torch.uint8)
 
 
+@pytest.mark.parametrize(("is_alone", "awaited"), [(False, "wait for default"), (True, "{} comes after default")])
 def test_on_a_gpu_every_tensor_is_gathered_in_the_default_stream_before_it_is_sent(
-    packers: ModuleType, streams: Streams
+    packers: ModuleType, streams: Streams, is_alone: bool, awaited: str
 ) -> None:
     def gathers() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights():
@@ -98,16 +102,16 @@ def test_on_a_gpu_every_tensor_is_gathered_in_the_default_stream_before_it_is_se
             yield name, tensor
 
     group = SimpleNamespace(broadcast=lambda tensor, src: streams.log.append(f"broadcast in {streams.current}"))
-    source = gathered_in_order(gathers(), torch.device("cuda", 0))
+    source = gathered_in_order(gathers(), torch.device("cuda", 0), is_alone=is_alone)
     packers.packed_nccl_broadcast_producer(source, group, 0, lambda item: item[1], EMBEDDING)
 
     log = [line for line in streams.log if not line.startswith("wait for side")]
-    assert log[:3] == ["gather embedding in default", "wait for default", "used by side 0"]
+    assert log[:3] == ["gather embedding in default", awaited.format("side 0"), "used by side 0"]
     assert {line for line in log if "gather" in line} == {f"gather {name} in default" for name, _ in weights()}
     assert [line for line in log if "broadcast" in line] == ["broadcast in side 0", "broadcast in side 1"]
     # Every gather is waited for: rank 0 never postpones a gather that other ranks have finished.
-    gathered = [position for position, line in enumerate(log) if "gather" in line]
-    assert all(log[position + 1] == "wait for default" for position in gathered)
+    gathered = [at for at, line in enumerate(log) if "gather" in line]
+    assert all(log[at + 1] in {awaited.format(f"side {side}") for side in range(2)} for at in gathered)
 
 
 def test_over_cuda_ipc_a_bucket_is_one_message_and_one_wait(packers: ModuleType, streams: Streams) -> None:

@@ -64,7 +64,9 @@ def learner_of(model: Path, changes: dict[str, Any] | None = None) -> AbstractCo
     }
     values = {name: usual.get(name, {}) | (changes or {}).get(name, {}) for name in usual | (changes or {})}
     own = values.pop("model", {})
-    return closing(Learner(with_values(make.config(model, **values), model=own), 0, 1, "", 0))
+    learner = Learner(with_values(make.config(model, **values), model=own), 0, 1, "", 0)
+    learner.ready()
+    return closing(learner)
 
 
 def step(learner: Learner, number: int, groups: list[Group]) -> dict[str, float]:
