@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import re
 import sys
 import tempfile
 import textwrap
@@ -226,7 +227,8 @@ async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(b
     ("text", "detail"),
     [
         ("ask('hi'); sys.exit('no luck')", "the agent's program ended with exit code 1: no luck"),
-        ("ask('hi'); os.kill(os.getpid(), 9)", "the agent's program ended with exit code -9: "),
+        # The first process of a sandbox can't be killed by a signal of its own, so its filter ends it by SIGSYS.
+        ("ask('hi'); os.kill(os.getpid(), 9)", "the agent's program ended with exit code -(9|31): "),
         ("pass", "the agent ended without calling the policy"),
     ],
 )
@@ -236,7 +238,8 @@ async def test_a_program_that_fails_is_a_failed_rollout_without_a_reward(
     played = await row_played(bench("#### 42"), text, place)
 
     assert played.first.status is RolloutStatus.ERROR_TASK
-    assert (played.first.reward.valid, played.first.reward.detail) == (False, detail)
+    assert re.fullmatch(detail, played.first.reward.detail)
+    assert not played.first.reward.valid
     assert played.summary.valid.tolist() == [False]
 
 

@@ -431,7 +431,7 @@ def test_the_overrides_of_a_launch_script_need_no_file(capsys: pytest.CaptureFix
     out, err = capsys.readouterr()
     config = yaml.safe_load(out)
 
-    assert "ignored" in err
+    assert "What becomes of each key" in err
     assert config["tasks"] == ["/data/train.parquet"]
     assert (config["rollout"]["group_size"], config["train"]["num_steps"]) == (8, 10)
     assert run(["train", "--verl", "nobody.knows=1"]) == 2
