@@ -1,6 +1,6 @@
 """Reports a run's scalars to Ray's metrics endpoint, which Prometheus scrapes.
 
-`rayapp.runs.tracking.operator_metrics` lists the metrics. Every series has the run's name as a label, and no label with
+`actors.operator_metrics` lists the metrics. Every series has the run's name as a label, and no label with
 many values, such as prompts, sandboxes or groups.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from rayapp.runs.tracking.operator_metrics import BY_NAME, METRICS, Metric, of_step, samples
+from actors.operator_metrics import BY_NAME, METRICS, Metric, of_step, samples
 
 Labels = tuple[tuple[str, str], ...]
 REPEAT_EVERY_S = 5.0

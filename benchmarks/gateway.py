@@ -32,8 +32,8 @@ from benchmarks.report import print_report
 from benchmarks.scripted_policy import MESSAGES, Clock, Instant, TimedTokenizer, load_tokenizer, script
 from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, RequestId, SamplingParams
-from rayapp.engine.vllm_tool_parser import load_parser
 from rayapp.rollout.agent.chat import load_template
+from rayapp.rollout.agent.vllm_tool_parser import load_parser
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.listening import Listening, bound

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from rayapp.core.types import Completion, RequestId, SamplingParams, Trajectory
-from rayapp.engine.vllm_tool_parser import load_parser
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.vllm_tool_parser import load_parser
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from rayapp.tools.toolset import ToolSet

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,31 +14,13 @@ from rayapp.core.names import PREFIX
 from rayapp.core.protocols import Task
 
 if TYPE_CHECKING:
-    from rayapp.config.foreign_keys import KeyRow
+    from rayapp.config.foreign_keys import GivenRun
 
 ConfigLike = Config | str | os.PathLike[str] | Mapping[str, Any] | None  # YAML file, settings, or None for all defaults
 # Settings that replace the config's: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
 Overrides = Sequence[str] | Mapping[str, Any]
 TaskLike = str | os.PathLike[str] | Task  # name of a task, a .yaml or .py file, or the task itself
 RewardLike = str | Callable[..., Any]  # function with verl's signature (docs/data.md), or its name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenRun:
-    """A run's config and the Python objects that it names."""
-
-    config: Config
-    # Name in the config -> the program's task or reward function.
-    objects: Mapping[str, object] = field(default_factory=dict)
-    rows: tuple[KeyRow, ...] = ()  # fields of TRL's configuration, each with the keys that it sets
-
-    def __str__(self) -> str:
-        """Return `rows` as text, one line for each field."""
-        lines = (
-            f"{row.key} = {row.value!r}: {row.outcome}{f' ({note})' if (note := row.landing.note) else ''}"
-            for row in sorted(self.rows, key=lambda row: row.rank)
-        )
-        return "\n".join(lines)
 
 
 def make_job(
@@ -50,6 +31,8 @@ def make_job(
     reward: RewardLike | None = None,
     agent: str | None = None,
 ) -> GivenRun:
+    from rayapp.config.foreign_keys import GivenRun
+
     objects: dict[str, object] = {}
     if isinstance(config, GivenRun):
         objects, config = dict(config.objects), config.config

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayapp.api.arguments import ConfigLike, GivenRun, Overrides, RewardLike, TaskLike, make_job
+from rayapp.api.arguments import ConfigLike, Overrides, RewardLike, TaskLike, make_job
 from rayapp.api.run import Run
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import InputError
@@ -23,6 +23,7 @@ from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage, why_to
 if TYPE_CHECKING:
     import pandas as pd
 
+    from rayapp.config.foreign_keys import GivenRun
     from rayapp.driver.loop import OnStep
 
 
@@ -53,7 +54,7 @@ def train(
         overrides: settings that replace the config's: `["train.num_steps=5"]` or `{"train": {"num_steps": 5}}`.
         tasks: names, files, or task objects (`rayapp.CodingTask`) that replace the config's tasks.
         reward: function that scores answers to data rows, or its name.
-        agent: single_turn_agent, tool_agent, or the name of a plug-in.
+        agent: single_turn_agent, tool_agent or external_agent.
         on_step: function (or coroutine function) of a step's number and metrics, called before the next step.
 
     UserError: an argument or setting can't be used. KeyboardInterrupt: finished steps are saved.

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
 from rayapp.config.base import FrozenModel
 from rayapp.config.other_models import ClientSection, plain_url
-from rayapp.core.names import check_name
 
 AGENTS = ("tool_agent", "single_turn_agent")
 EXTERNAL_AGENT = "external_agent"  # a user's program or function (docs/agents.md)
@@ -23,7 +22,7 @@ BENCHMARK = "benchmark:"  # a benchmark, which may name its own file: benchmark:
 SWE = "swe:"  # tasks in SWE-bench's form: swe:FILE.parquet?mirrors=FOLDER
 GENERATED = "reasoning_gym:"  # a generator of tasks: reasoning_gym:chain_sum?size=200
 TRUST = "trust_test_scripts=true"  # a task folder whose test.sh may judge: FOLDER?trust_test_scripts=true
-AUTO = "auto"
+AUTO: Final = "auto"
 
 
 def is_data_file(reference: str) -> bool:
@@ -98,8 +97,7 @@ class ExternalSection(FrozenModel):
     free: sample without the form (metric agent/structured_dropped). guide: sample only tokens that the form allows, and
     train the distribution over them (metric agent/structured_guided)."""
     inside: bool = False
-    """Run the program in a sandbox for this trajectory (local, E2B or Daytona), from which it can reach only the
-    policy."""
+    """Run the program in a local sandbox for this trajectory, from which it can reach only the policy."""
 
 
 class AgentSection(FrozenModel):
@@ -108,10 +106,10 @@ class AgentSection(FrozenModel):
     tool_file: str = ""
     """File that lists the tools the policy may call (docs/tools.md); verl's format is accepted. Empty: only the tools
     that a task brings."""
-    name: str = AUTO
-    """Agent that plays tasks: tool_agent (turns and tools), single_turn_agent (one answer, no tools), external_agent
-    (your own program), or a plug-in's name (docs/plugins.md). A row's column agent_name may name another. auto:
-    tool_agent for rows, single_turn_agent for other tasks."""
+    name: Literal["auto", "tool_agent", "single_turn_agent", "external_agent"] = AUTO
+    """Agent that plays tasks: tool_agent (turns and tools), single_turn_agent (one answer, no tools), or external_agent
+    (your own program). A row's column agent_name may name another. auto: tool_agent for rows, single_turn_agent for
+    other tasks."""
     external: ExternalSection = ExternalSection()
     tool_parser: str = "auto"
     """vLLM's name of the model's tool parser, e.g. hermes for Qwen2.5 and Qwen3. auto: find a parser that reads the
@@ -129,12 +127,6 @@ class AgentSection(FrozenModel):
     """Maximum number of tool calls of one turn; they run in parallel. Further calls get an error as their result."""
     max_tool_output_chars: int = Field(1024, ge=16)
     """Longest tool result that the policy reads; longer results are cut in the middle."""
-
-    @field_validator("name", mode="after")
-    @classmethod
-    def _known_agent(cls, value: str) -> str:
-        check_name("agents", value, (AUTO, *AGENTS, EXTERNAL_AGENT))
-        return value
 
 
 class CodeSection(FrozenModel):

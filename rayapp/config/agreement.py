@@ -150,10 +150,10 @@ def _agent_fits_inside(config: Keys, external: ExternalSection, where: str) -> N
             f"{shown} agent.external.entry is set: only a command can run in a sandbox. Give "
             "agent.external.command in place of entry, or leave inside out (docs/agents.md)."
         )
-    if config.sandbox.provider.type == "mcp":
+    if (provider := config.sandbox.provider.type) in ("e2b", "daytona", "mcp"):
         raise ValueError(
-            f"{shown} the agent can't reach the policy from sandboxes of mcp. Use only local, e2b and daytona in "
-            "sandbox.providers, or leave inside out (docs/agents.md)."
+            f"{shown} the agent can't reach the policy from sandboxes of {provider}. Use local in sandbox.providers, "
+            "or leave inside out (docs/agents.md)."
         )
     if config.sandbox.lease_ttl_s < (least_s := external.timeout_s + 60.0):
         raise ValueError(

@@ -134,6 +134,24 @@ class KeyRow:
         return not self.landing.settings, not self.landing.into, self.is_default
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenRun:
+    """A run's config and the Python objects that it names."""
+
+    config: Config
+    # Name in the config -> the program's task or reward function.
+    objects: Mapping[str, object] = field(default_factory=dict)
+    rows: tuple[KeyRow, ...] = ()  # fields of TRL's configuration, each with the keys that it sets
+
+    def __str__(self) -> str:
+        """Return `rows` as text, one line for each field."""
+        lines = (
+            f"{row.key} = {row.value!r}: {row.outcome}{f' ({note})' if (note := row.landing.note) else ''}"
+            for row in sorted(self.rows, key=lambda row: row.rank)
+        )
+        return "\n".join(lines)
+
+
 def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:
     """Apply a rule to a verl key. A ConfigError names the key and the value."""
     try:

@@ -13,6 +13,7 @@ from rayapp.core.http import Endpoint, server_named
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 MODEL_SERVER_SHARE = 0.9  # share of each GPU's memory that a model server takes, unless its `options` have another one
+JUDGE_RETRIES = 3  # of a judge's request: after status 408, 429 or 5xx, without an answer, and without a connection
 TEACHER_TIMEOUT_S = 300.0  # deadline of one trajectory's request to a teacher's server
 # Longest verdict that only the teacher reads, in tokens: a status, a reward and one failed test.
 MAX_VERDICT_TOKENS = 256
@@ -220,9 +221,6 @@ class JudgeSection(ClientSection):
     timeout_s: float = Field(60.0, gt=0.0)
     """Deadline of one request. For a pairwise judge, responses must also be complete this long before
     rollout.group_deadline_s."""
-    max_retries: int = Field(3, ge=0)
-    """Number of times that a request is repeated. A request is repeated after status 408, 429 or 5xx, without an
-    answer, and without a connection."""
     requests_per_minute: float = Field(0.0, ge=0.0)
     """Maximum number of requests per minute of the whole run, divided among the rollout workers. 0: no limit, except
     that the server may answer with status 429."""
@@ -241,7 +239,7 @@ class JudgeSection(ClientSection):
             api_key_env=self.api_key_env,
             key=self.key,
             timeout_s=self.timeout_s,
-            max_retries=self.max_retries,
+            max_retries=JUDGE_RETRIES,
             max_concurrent=self.max_concurrent,
             requests_per_minute=self.requests_per_minute,
         )

@@ -332,16 +332,13 @@ class BudgetSection(FrozenModel):
     """Price of one GPU of the run for an hour."""
     node_hour: float = Field(0.0, ge=0)
     """Price of one node of the Ray cluster for an hour, in addition to its GPUs. Every node that is alive counts."""
-    sandbox_second: Mapping[str, Annotated[float, Field(ge=0)]] = {}
-    """Price of a second of a remote sandbox, by provider, e.g. {e2b: 0.00003}. Idle sandboxes count too."""
     cap: float = Field(0.0, ge=0)
     """Maximum cost of the run, with judges; a resumed run continues to count. At 80% the run warns; at the cap it saves
     and ends with exit code 3. 0: no limit."""
 
     @property
     def has_prices(self) -> bool:
-        by_time = self.gpu_hour or self.node_hour or any(self.sandbox_second.values())
-        return bool(by_time or self.cap)
+        return bool(self.gpu_hour or self.node_hour or self.cap)
 
 
 class EvalSection(FrozenModel):

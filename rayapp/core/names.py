@@ -74,7 +74,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else "."
 
 
-Kind = Literal["tasks", "agents", "rewards", "tools", "sandbox_providers", "trackers", "losses", "estimators"]
+Kind = Literal["sandbox_providers", "trackers", "losses", "estimators"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 

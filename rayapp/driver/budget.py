@@ -1,4 +1,4 @@
-"""Counts the cost of a run (GPUs, nodes, sandboxes, judges), and stops the run at a cap.
+"""Counts the cost of a run (GPUs, nodes, judges), and stops the run at a cap.
 
 `costs.json` in the run folder keeps the sums over resumes; a killed driver loses at most those since the last tick.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -17,30 +16,26 @@ from pathlib import Path
 
 from rayapp.config.config import Config
 from rayapp.config.sections import BudgetSection
-from rayapp.core.errors import BudgetSpentError, RayappError, RunFolderError, one_error
+from rayapp.core.errors import BudgetSpentError, RunFolderError, one_error
 from rayapp.core.files import write_text
-from rayapp.driver.cluster import PoolMetrics, num_alive_nodes, num_held_gpus
+from rayapp.driver.cluster import num_alive_nodes, num_held_gpus
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.trackers import RunTracker
 
-log = logging.getLogger(__name__)
 FILE = "costs.json"
 TICK_S = 10.0
 WARNS_AT = 0.8  # of the cap, once per process
 _SECONDS_IN_HOUR = 3600.0
-_LIVED = "/lived_s"
 
 
 @dataclass(slots=True, kw_only=True)
 class Costs:
-    """Sums of a run's costs so far, by item: `gpu`, `node`, `judges`, `sandbox/e2b`, …"""
+    """Sums of a run's costs so far, by item: `gpu`, `node`, `judges`, `warmup`."""
 
     prices: BudgetSection
     num_gpus: int  # that the run holds now
     file: Path
     spent: dict[str, float] = field(default_factory=dict)
-    # Sandbox seconds by provider, as the pool counted them at the last tick.
-    _lived_s: dict[str, float] = field(default_factory=dict)
     _saving: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -55,17 +50,10 @@ class Costs:
     def total(self) -> float:
         return sum(self.spent.values())
 
-    def tick(self, seconds: float, num_nodes: int, pool: Mapping[str, float]) -> None:
-        """Add the cost of the time since the last tick. `pool` has the metrics `sandbox/<provider>/lived_s`."""
+    def tick(self, seconds: float, num_nodes: int) -> None:
+        """Add the cost of the time since the last tick."""
         self._add("gpu", self.num_gpus * seconds / _SECONDS_IN_HOUR * self.prices.gpu_hour)
         self._add("node", num_nodes * seconds / _SECONDS_IN_HOUR * self.prices.node_hour)
-        for provider, price in self.prices.sandbox_second.items():
-            lived_s, before_s = pool.get(f"sandbox/{provider}{_LIVED}"), self._lived_s.get(provider, 0.0)
-            if lived_s is None:  # the pool did not answer; its next answer includes these seconds
-                continue
-            self._lived_s[provider] = lived_s
-            # A restarted pool counts from 0 again.
-            self._add(f"sandbox/{provider}", (lived_s - before_s if lived_s >= before_s else lived_s) * price)
 
     def step_metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Add the cost of the step's judges; return `cost/*` metrics."""
@@ -114,20 +102,20 @@ async def within_budget(
     *,
     with_servers: bool = True,
     warmup: float = 0.0,
-) -> AsyncIterator[Callable[[PoolMetrics], None]]:
+) -> AsyncIterator[Callable[[], None]]:
     """Count the run's costs from the lease of its GPUs to the end of the block, and add them to each step's metrics.
     Yield a function for `open_cluster` to call at the lease. At the cap the block is cancelled as if by Ctrl-C, has
     saved its steps, and BudgetSpentError comes out."""
     if not config.budget.has_prices:
-        yield lambda pool_metrics: None
+        yield lambda: None
         return
     costs = Costs.open(config.budget, 0, folder.path, warmup)
     tracker.more_metrics = costs.step_metrics
     async with counting(costs, num_alive_nodes, tracker.note) as begin:
 
-        def on_lease(pool_metrics: PoolMetrics) -> None:
+        def on_lease() -> None:
             costs.num_gpus = num_held_gpus(config, with_servers=with_servers)
-            begin(pool_metrics)
+            begin()
 
         yield on_lease
 
@@ -135,15 +123,15 @@ async def within_budget(
 @asynccontextmanager
 async def counting(
     costs: Costs, num_nodes: Callable[[], int], note: Callable[[str], None], *, tick_s: float = TICK_S
-) -> AsyncIterator[Callable[[PoolMetrics], None]]:
+) -> AsyncIterator[Callable[[], None]]:
     """Count the costs of the block, and cancel the block when the cap is reached; see `within_budget`."""
     costs.check()
-    leased: asyncio.Future[PoolMetrics] = asyncio.get_running_loop().create_future()
+    leased = asyncio.Event()
     with one_error():
         async with asyncio.TaskGroup() as tasks:
             ticking = tasks.create_task(_tick(costs, num_nodes, leased, note, tick_s), name="count costs")
             try:
-                yield leased.set_result
+                yield leased.set
             finally:
                 ticking.cancel()
                 costs.save()
@@ -152,22 +140,17 @@ async def counting(
 async def _tick(
     costs: Costs,
     num_nodes: Callable[[], int],
-    leased: asyncio.Future[PoolMetrics],
+    leased: asyncio.Event,
     note: Callable[[str], None],
     tick_s: float,
 ) -> None:
-    pool_metrics = await leased
+    await leased.wait()
     prices, has_warned, counted_at = costs.prices, False, time.monotonic()
     while True:
         await asyncio.sleep(tick_s)
-        try:
-            pool = await pool_metrics()
-        except RayappError as error:  # the pool is restarting: a later tick counts its seconds
-            log.info("the pool does not answer now, so the cost of sandboxes is counted later: %s", error)
-            pool = {}
         now = time.monotonic()
         nodes = await asyncio.to_thread(num_nodes)
-        costs.tick(now - counted_at, nodes, pool)
+        costs.tick(now - counted_at, nodes)
         counted_at = now
         await asyncio.to_thread(costs.save)
         costs.check()

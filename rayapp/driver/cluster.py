@@ -206,16 +206,13 @@ def num_alive_nodes() -> int:
     return sum(bool(node["Alive"]) for node in ray.nodes())
 
 
-PoolMetrics = Callable[[], Awaitable[dict[str, float]]]  # the sandbox pool's
-
-
 @asynccontextmanager
 async def open_cluster(
     config: Config,
     *,
     with_learners: bool = True,
     report: Report = lambda text: None,
-    on_lease: Callable[[PoolMetrics], None] = lambda pool_metrics: None,
+    on_lease: Callable[[], None] = lambda: None,
     stand_ins: StandIns = NO_STAND_INS,
     images: Sequence[PromptImages] = (),
 ) -> AsyncIterator[Cluster]:
@@ -277,13 +274,13 @@ async def _start(
     *,
     with_learners: bool,
     report: Report,
-    on_lease: Callable[[PoolMetrics], None],
+    on_lease: Callable[[], None],
     images: Sequence[PromptImages],
 ) -> Cluster:
     timeout_s = config.server.place_timeout_s + config.server.start_timeout_s
     pool = started.add(spawn_pool(config))  # first, because it fails if a run of this name is in progress
     config, placement, on_gpu = await _reserve(config, started, report, with_learners=with_learners)
-    on_lease(pool.stats)
+    on_lease()
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     processor = processor_of(on_gpu=on_gpu)
     asked = asked_servers(config, by_learners=with_learners)

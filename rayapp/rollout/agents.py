@@ -3,22 +3,20 @@
     tool_agent           the prompt lists the tools; the policy calls them over several turns
     single_turn_agent    the prompt lists no tools; one turn is sampled, and tool calls in it are plain text
 
-`LoopAgent` plays both with a chat template; `OneTurn` plays tasks that render their own prompt. A plug-in (entry point
-`rayapp.agents`) is called with the process's tool agent and returns a `Player`.
+`LoopAgent` plays both with a chat template; `OneTurn` plays tasks that render their own prompt.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from rayapp.config.agent import AGENTS
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.names import is_plugin, load_plugin
+from rayapp.core.errors import InputError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task, Tokenizer
 from rayapp.core.syntax import spoken
 from rayapp.core.types import Completion, Prompt, RequestId, RolloutStatus, SamplingParams, Trajectory
@@ -31,36 +29,6 @@ from rayapp.tools.base import RawCall
 from rayapp.tools.toolset import ToolSet
 
 TOOL_AGENT, SINGLE_TURN_AGENT = AGENTS
-
-
-class Player(Protocol):
-    """Plays prompts: an `AgentLoop`, or the object that a plug-in made from an `AgentLoop`."""
-
-    async def run(
-        self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
-    ) -> Trajectory:
-        """Play the prompt once. Arguments and errors are those of `AgentLoop.run`."""
-        ...
-
-
-def player_of(agent_name: str, tool_agent: AgentLoop) -> Player:
-    """Return `tool_agent` itself, a loop for a single turn, or the object of a plug-in."""
-    if agent_name == TOOL_AGENT:
-        return tool_agent
-    if agent_name == SINGLE_TURN_AGENT:
-        return without_tools(tool_agent)
-    try:
-        player: Player = load_plugin("agents", agent_name)(tool_agent)
-    except ConfigError:
-        raise
-    except Exception as error:  # boundary: a plug-in is foreign code that may raise anything
-        raise ConfigError(f"agent plug-in {agent_name} can't be made: {type(error).__name__}: {error}") from error
-    if not callable(getattr(player, "run", None)):
-        raise ConfigError(
-            f"agent plug-in {agent_name} returned an object without a method `run`: see Player in "
-            "rayapp/rollout/agents.py"
-        )
-    return player
 
 
 class NoCalls:
@@ -87,11 +55,11 @@ def without_tools(tool_agent: AgentLoop) -> AgentLoop:
 
 def check_agent_name(agent_name: str, where: str = "") -> None:
     """Raise InputError if there is no agent of this name."""
-    if agent_name and agent_name not in AGENTS and not is_plugin("agents", agent_name):
+    if agent_name and agent_name not in AGENTS:
         at = f"{where}: " if where else ""
         raise InputError(
-            f"{at}agent_name {agent_name!r} is neither {' nor '.join(AGENTS)}, nor a plug-in. Use one of these; your "
-            "own tools go into agent.tool_file (docs/tools.md)"
+            f"{at}agent_name {agent_name!r} is neither {' nor '.join(AGENTS)}. Use one of these; your own tools go "
+            "into agent.tool_file (docs/tools.md)"
         )
 
 
@@ -121,8 +89,7 @@ class LoopAgent:
     make_loop: OpenLoop  # called once for each set of tools
     default: str = TOOL_AGENT  # for problems that don't name an agent
     _loops: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
-    # Agent name and tools -> single-turn player or plug-in's object, made at the first use.
-    _players: dict[tuple[str, tuple[str, ...]], Player] = field(default_factory=dict, init=False)
+    _single_turns: dict[tuple[str, ...], AgentLoop] = field(default_factory=dict, init=False)
 
     @classmethod
     def of(cls, config: Config, sandboxes: SandboxSource) -> LoopAgent:
@@ -147,7 +114,6 @@ class LoopAgent:
     async def prompt(self, problem: Problem) -> Prompt:
         bare, start = problem.prompt, problem.start
         await self.open(start.tools)
-        self._player(problem.agent_name, start.tools)  # make plug-ins now: their errors are reported at the start
         chat = self._loop(problem.agent_name, start.tools).chat
         if bare.token_ids.size:  # a row's prompt was already rendered and cut when the row was read
             ids = bare.token_ids.tolist()
@@ -170,24 +136,16 @@ class LoopAgent:
             spec=start.spec,
             setup=start.setup,
         )
-        player = self._player(problem.agent_name, start.tools)
-        return await player.run(begin, engine=engine, sampling=sampling, request_id=request_id)
+        loop = self._loop(problem.agent_name, start.tools)
+        return await loop.run(begin, engine=engine, sampling=sampling, request_id=request_id)
 
     def _loop(self, agent_name: str, tools: tuple[str, ...] = ()) -> AgentLoop:
-        # A plug-in uses the chat format and tools of the tool agent's loop.
         check_agent_name(agent_name)
         if (agent_name or self.default) != SINGLE_TURN_AGENT:
             return self._loops[tools]
-        single = self._player(agent_name, tools)
-        assert isinstance(single, AgentLoop)
-        return single
-
-    def _player(self, agent_name: str, tools: tuple[str, ...]) -> Player:
-        check_agent_name(agent_name)
-        key = agent_name or self.default, tools
-        if key not in self._players:
-            self._players[key] = player_of(key[0], self._loops[tools])
-        return self._players[key]
+        if tools not in self._single_turns:
+            self._single_turns[tools] = without_tools(self._loops[tools])
+        return self._single_turns[tools]
 
     async def close(self) -> None:
         for loop in self._loops.values():

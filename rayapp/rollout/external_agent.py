@@ -207,7 +207,7 @@ class ExternalAgent:
 def check_agent(settings: ExternalSection) -> Entry | None:
     """Return the function named by `agent.external.entry`; None for a command. ConfigError: it can't be found."""
     if settings.entry:
-        return load_function(settings.entry, what="agent.external.entry", is_reward=False)
+        return load_function(settings.entry, what="agent.external.entry")
     if not settings.inside and shutil.which(settings.command[0]) is None:
         raise ConfigError(
             f"agent.external.command: there is no program {settings.command[0]!r} on this machine. Install it on every "

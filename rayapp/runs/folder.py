@@ -69,7 +69,7 @@ FREE_KEYS = (
     "train.profile_steps",
     "learner.offload_when_idle",
     *_of("rollout", "group_deadline_s", "max_failed_ratio"),
-    *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "max_retries", "requests_per_minute"),
+    *_of("judges", "base_url", "api_key_env", "response_format", "timeout_s", "requests_per_minute"),
     *_of("judges", "max_concurrent", "input_price", "output_price"),
 )
 # Keys that differ between machines: the training is then not equal to the last bit, which a warning says.

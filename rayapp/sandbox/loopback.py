@@ -1,7 +1,6 @@
 """The loopback of a sandbox: programs in it can connect to one service of this process, and to no other address.
 
-In local sandboxes the zygote makes the listening socket inside and passes it out; in remote ones a relay program runs
-(`providers/relay.py`).
+The zygote of a local sandbox makes the listening socket inside and passes it out. Remote sandboxes have none.
 """
 
 from __future__ import annotations
@@ -33,6 +32,6 @@ def loopback_of(sandbox: Sandbox) -> AbstractAsyncContextManager[Loopback]:
     if own is None:
         raise SandboxConfigError(
             f"agent.external.inside: programs in sandboxes of {sandbox.provider} can't reach the policy. Use "
-            "local, e2b or daytona in sandbox.providers"
+            "local in sandbox.providers"
         )
     return own()

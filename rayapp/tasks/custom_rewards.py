@@ -18,7 +18,7 @@ from typing import Any
 
 from rayapp.core.aio import guarded
 from rayapp.core.errors import ConfigError, RewardFailedError, readable_error
-from rayapp.core.names import given, is_given, is_plugin, load_plugin, module_of
+from rayapp.core.names import given, is_given, module_of
 from rayapp.core.own_thread import in_thread
 from rayapp.core.trajectories import storable_terms
 
@@ -97,16 +97,13 @@ def _for_one_answer(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def load_function(path: str, *, what: str = "reward function", is_reward: bool = True) -> Callable[..., Any]:
-    """Return the function `module:name` or `file.py:name`; with `is_reward`, `path` may be a plug-in's name."""
+def load_function(path: str, *, what: str = "reward function") -> Callable[..., Any]:
+    """Return the function `module:name` or `file.py:name`."""
     if is_given(path):
         return given(path)  # type: ignore[return-value]
     place, _, name = path.rpartition(":")
-    if is_reward and not place and is_plugin("rewards", path):
-        return load_plugin("rewards", path)  # type: ignore[no-any-return]
     if not place or not name:
-        plugins = ", or the name of a plug-in" if is_reward else ""
-        raise ConfigError(f"{what} {path!r}: write package.module:function or file.py:function{plugins}")
+        raise ConfigError(f"{what} {path!r}: write package.module:function or file.py:function")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:  # boundary: the user's module may raise anything

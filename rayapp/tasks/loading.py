@@ -29,7 +29,7 @@ from pydantic import ValidationError
 
 from rayapp.config.agent import BENCHMARK, GENERATED, SWE, TRUST
 from rayapp.core.errors import InputError
-from rayapp.core.names import did_you_mean, given, is_given, is_plugin, load_extra, load_plugin, plugin_names
+from rayapp.core.names import did_you_mean, given, is_given, load_extra
 from rayapp.core.protocols import Task
 from rayapp.core.validation import explain
 from rayapp.tasks.coding import CodingTask
@@ -134,8 +134,6 @@ def load_task(source: str) -> Task:
         task = _from_yaml(_read(path), source)
     elif source in shipped_tasks():
         task = _from_yaml(_shipped_text(source), source)
-    elif is_plugin("tasks", source):
-        task = _of_plugin(source)
     else:
         raise InputError(_unknown(source))
     if isinstance(task, CodingTask):
@@ -148,15 +146,8 @@ def _repository_task(folder: Traversable, name: str, *, trusts_script: bool = Fa
     return task
 
 
-def _of_plugin(name: str) -> Task:
-    """Return the plug-in's object, or the result of calling it."""
-    found = load_plugin("tasks", name)
-    made = found() if isinstance(found, type) or not hasattr(found, "score") else found
-    return _checked_task(made, f"plug-in {name} must be, or return,")
-
-
 def _unknown(source: str) -> str:
-    names = [*shipped_tasks(), *shipped_repositories(), *plugin_names("tasks")]
+    names = [*shipped_tasks(), *shipped_repositories()]
     paths = "the path of a .yaml or .py file, of a task folder, or, in a configuration, of a .parquet or .jsonl file"
     return f"there is no task {source!r}{did_you_mean(source, names)} Name one of {', '.join(names)}, or {paths}."
 

@@ -1,18 +1,15 @@
 """Contract checks for each kind of plug-in, for a package's own tests.
 
-    from rayapp.testing.plugins import check_task
-    def test_it_is_a_task(): check_task(MY_TASK)
+    from rayapp.testing.plugins import check_loss
+    def test_it_is_a_loss(): check_loss(my_loss)
 
-A check that fails raises AssertionError with the reason. No check needs a GPU, a model or a network. Tasks and tools
-that run code get real sandboxes on this machine.
+A check that fails raises AssertionError with the reason. No check needs a GPU, a model or a network.
 """
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
-import pickle
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,15 +18,7 @@ from typing import Any
 import numpy as np
 
 from rayapp.config.config import Config
-from rayapp.config.sandbox import SandboxConfig
-from rayapp.core.names import PREFIX, Kind, Plugin, giving
-from rayapp.core.types import Prompt, Reward
-from rayapp.sandbox.pool.build import open_pool
-from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.custom_rewards import CustomReward
-from rayapp.tasks.verdict import settled
-from rayapp.tools.base import ToolContext, ToolOutput
-from rayapp.tools.toolset import ToolSet
+from rayapp.core.names import Kind, Plugin
 
 
 def check_plugin(plugin: Plugin) -> None:
@@ -40,87 +29,6 @@ def check_plugin(plugin: Plugin) -> None:
         AssertionError: the plug-in breaks its contract. The message says how.
     """
     _CHECKS[plugin.kind](plugin.load())
-
-
-def check_task(task: Any) -> None:
-    """Check a `Task`: it has a name and a prompt, scores every text, gives equal scores for equal seeds, and can be
-    pickled.
-    """
-    task = task() if isinstance(task, type) or not hasattr(task, "score") else task
-    assert isinstance(task.name, str), "a task's name must be a string"
-    assert task.name, "a task's name must not be empty"
-    assert callable(getattr(task, "render", None)), f"task {task.name} has no method render"
-    if isinstance(task, CodingTask):
-        task.check()
-    other = pickle.loads(pickle.dumps(task))
-    assert other.name == task.name, f"task {task.name} changes when it is pickled: its name is then {other.name}"
-
-    async def verdicts() -> list[Reward]:
-        prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))
-        async with open_pool(SandboxConfig(min_ready=0), f"check-{task.name}"[:40]) as (sandboxes, _):
-            texts = ("", "nonsense", "x" * 10_000, "\ud800")
-            return [await each.score(prompt, text, sandboxes, seed=1) for text in texts for each in (task, other)]
-
-    found = asyncio.run(verdicts())
-    for one, same in zip(found[::2], found[1::2], strict=True):
-        _check_verdict(one, f"task {task.name}")
-        assert one.value == same.value, f"task {task.name} gives {one.value} and {same.value} for equal inputs"
-
-
-def _check_verdict(reward: Any, where: str) -> None:
-    found = settled(reward)
-    assert found.failure_kind != "reward_nonsense", f"{where}: {found.detail}"
-
-
-def check_reward(function: Any) -> None:
-    """Check a reward function of verl's signature: (data_source, solution_str, ground_truth, extra_info) -> a number or
-    a dict with `score`."""
-    assert callable(function), f"a reward must be a function, not {type(function).__name__}"
-    path = f"{PREFIX}the plug-in"
-
-    async def terms() -> list[dict[str, float]]:
-        arguments: dict[str, Any] = {"data_source": "check", "ground_truth": "4", "extra_info": {}}
-        texts = ("4", "", "It is\n#### 4")
-        return [await CustomReward(path=path)(solution_str=text, **arguments) for text in texts]
-
-    with giving({path: function}):
-        scored = asyncio.run(terms())
-    for found in scored:
-        assert math.isfinite(found["score"]), f"a reward must have a finite score, not {found['score']}"
-
-
-def check_tool(kind: Any) -> None:
-    """Check a `Tool` class: constructed from (config, schema, context), with a schema, `create` and `release`."""
-
-    async def play() -> None:
-        async with open_pool(SandboxConfig(min_ready=0), "check-tool") as (sandboxes, _):
-            tool = kind({}, None, ToolContext(sandboxes=sandboxes))
-            assert tool.schema.name, "a tool's schema must have a name"
-            assert tool.timeout_s > 0, f"tool {tool.schema.name} must have timeout_s above 0"
-            ToolSet([tool])  # this also checks that the parameters are a JSON schema
-            state = await tool.create({})
-            try:
-                verdict = await tool.reward(state)
-                assert verdict is None or math.isfinite(verdict), f"tool {tool.schema.name} has no finite verdict"
-            finally:
-                await tool.release(state)
-            if not tool.schema.parameters.get("required"):
-                await _call(tool)
-
-    asyncio.run(play())
-
-
-async def _call(tool: Any) -> None:
-    state = await tool.create({})
-    try:
-        async with asyncio.timeout(tool.timeout_s):
-            output = await tool.execute(state, {})
-    finally:
-        await tool.release(state)
-    assert isinstance(output, ToolOutput), (
-        f"tool {tool.schema.name} returns a {type(output).__name__}: it must return a ToolOutput"
-    )
-    assert isinstance(output.text, str), f"tool {tool.schema.name}: ToolOutput.text must be a str"
 
 
 def check_tracker(make: Any) -> None:
@@ -175,14 +83,6 @@ def check_estimator(function: Any) -> None:
     assert bool((advantages[mask == 0] == 0).all()), "tokens that were not sampled must have advantage 0"
 
 
-def check_agent(make: Any) -> None:
-    """Check an agent factory: a function of the process's tool agent that returns an object with an async `run`."""
-    assert callable(make), f"an agent must be a function of the tool agent, not a {type(make).__name__}"
-    assert len(inspect.signature(make).parameters) >= 1, (
-        "an agent factory must take the process's AgentLoop as argument"
-    )
-
-
 def check_provider(make: Any) -> None:
     """Check a provider factory: it makes a provider from the options of a config section. `sandbox_contract` checks
     sandboxes.
@@ -194,10 +94,6 @@ def check_provider(make: Any) -> None:
 
 
 _CHECKS: Mapping[Kind, Callable[[Any], None]] = {
-    "tasks": check_task,
-    "agents": check_agent,
-    "rewards": check_reward,
-    "tools": check_tool,
     "sandbox_providers": check_provider,
     "trackers": check_tracker,
     "losses": check_loss,

@@ -18,7 +18,7 @@ from typing import Any
 
 from rayapp.core.errors import ConfigError, UserError
 from rayapp.core.http import TokenBucket
-from rayapp.core.names import did_you_mean, is_plugin, load_plugin, plugin_names
+from rayapp.core.names import did_you_mean
 from rayapp.tools.base import Tool, ToolContext, ToolSchema
 from rayapp.tools.config import McpServer, McpToolConfig, ToolEntry, parse, read_mcp_servers, read_tool_file
 from rayapp.tools.mcp_tool import McpLink, McpTool
@@ -140,8 +140,6 @@ def _connector(name: str, server: McpServer, config: McpToolConfig, context: Too
 def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
     """Return the class of a tool: a short name, an import path, or `file.py:Class`, searched first in `folder`."""
     name = KNOWN.get(name, name)
-    if name.isidentifier() and is_plugin("tools", name):
-        return load_plugin("tools", name)  # type: ignore[no-any-return]
     file, colon, attribute = name.rpartition(":")
     if colon:
         own = Path(file)
@@ -159,7 +157,7 @@ def load_class(name: str, folder: Path, where: str) -> Callable[..., Any]:
 
 
 def _hint(name: str) -> str:
-    meant = did_you_mean(name, [*SHIPPED, *plugin_names("tools")])
+    meant = did_you_mean(name, SHIPPED)
     verls = [known for known in KNOWN if known not in SHIPPED]
     return f"{meant} Tools that ship: {', '.join(SHIPPED)}; known class names of verl: {', '.join(verls)}"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rayapp.runs.tracking.operator_metrics import BY_NAME
+from actors.operator_metrics import BY_NAME
 
 Severity = Literal["critical", "warning", "info"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rayapp.runs.tracking.operator_metrics import BY_NAME, Metric, Unit
+from actors.operator_metrics import BY_NAME, Metric, Unit
 
 FILTER = 'run=~"$run",ray_io_cluster=~"$cluster"'
 """Selector of the chosen runs and clusters. A label that is absent, as ray_io_cluster is outside Kubernetes, matches

@@ -56,25 +56,24 @@ from pydantic import TypeAdapter
 from rayapp.config.sandbox import ProviderConfig
 from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.loopback import loopback_of
 from rayapp.sandbox.providers import remote_provider
 
 async def main(section, connection):
     provider = remote_provider(TypeAdapter(ProviderConfig).validate_python(section))
     sandbox = provider.attach(Connection(**connection), SandboxSpec())
-    async with loopback_of(sandbox) as loopback:
-        connect = f"socket.create_connection(('127.0.0.1', {loopback.port})).sendall(b'GET')"
-        agent = ["python3", "-c", f"import socket, time; {connect}; time.sleep(600)"]
-        running = asyncio.create_task(sandbox.run_command(agent, timeout_s=600))
-        await loopback.accept()
-        print("it plays", flush=True)
-        await running
+    long = ["sh", "-c", "echo > ~/it-runs; sleep 600"]
+    running = asyncio.create_task(sandbox.run_command(long, timeout_s=600))
+    looks = "import os; print(os.path.exists(os.path.expanduser('~/it-runs')))"
+    while (await sandbox.run_code(looks, timeout_s=20)).stdout != "True\n":
+        pass
+    print("it runs", flush=True)
+    await running
 
 asyncio.run(main(*map(json.loads, sys.argv[1:])))
 """
 
 
-async def test_a_worker_that_is_killed_while_its_agent_plays_leaves_no_sandbox() -> None:
+async def test_a_worker_that_is_killed_while_code_runs_leaves_no_sandbox() -> None:
     async with service("e2b") as (stub, section):
         config = SandboxConfig.model_validate({"providers": [section]})
         async with open_pool(config, "run-of-the-test") as (_, pool):
@@ -84,7 +83,7 @@ async def test_a_worker_that_is_killed_while_its_agent_plays_leaves_no_sandbox()
                 cwd=Path(__file__).parents[2],
                 stdout=asyncio.subprocess.PIPE,
             )
-            assert await worker.stdout.readline() == b"it plays\n"
+            assert await worker.stdout.readline() == b"it runs\n"
             worker.kill()
             await worker.wait()
             assert pool.reclaim_of("worker") == 1  # as when the driver replaces it

@@ -18,9 +18,9 @@ from rayapp.cli.doctor import fitness
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError
 from rayapp.core.types import RequestId, RolloutStatus, SamplingParams
-from rayapp.engine.vllm_tool_parser import HarmonyParser
 from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.rollout.agent.loop import AgentLoop
+from rayapp.rollout.agent.vllm_tool_parser import HarmonyParser
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import MAX_CALLS, ToolBase, ToolCallParser, ToolOutput, ToolSchema
@@ -34,7 +34,7 @@ TOOLS = [ToolSchema(name="add", parameters={"type": "object", "properties": {"a"
 @pytest.fixture(scope="module")
 def vllm_parser(chat_tokenizer: Any) -> ToolCallParser:
     pytest.importorskip("vllm")
-    from rayapp.engine.vllm_tool_parser import load_parser
+    from rayapp.rollout.agent.vllm_tool_parser import load_parser
 
     return load_parser("hermes", chat_tokenizer, TOOLS)
 
@@ -95,7 +95,7 @@ HARMONY_CALL = (
 
 
 def probed(family: Any, parser: str) -> ToolCallParser:
-    from rayapp.engine.vllm_tool_parser import load_parser
+    from rayapp.rollout.agent.vllm_tool_parser import load_parser
 
     chat = ChatFormat(family.tokenizer, TOOLS, template=family.template)
     return load_parser(parser, family.tokenizer, TOOLS, chat.sample_call())
@@ -220,7 +220,7 @@ TURNS = {
 async def test_a_family_calls_a_tool_in_its_own_form_and_reads_the_result(
     chat_family: Any, vllm_parser: ToolCallParser, family: str
 ) -> None:
-    from rayapp.engine.vllm_tool_parser import load_parser
+    from rayapp.rollout.agent.vllm_tool_parser import load_parser
 
     model, (said, end) = chat_family(family), TURNS[family]
     chat = ChatFormat(model.tokenizer, [Add.schema], template=model.template)
@@ -253,7 +253,7 @@ async def test_a_family_calls_a_tool_in_its_own_form_and_reads_the_result(
 
 
 def test_without_tools_any_model_has_a_parser(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:
-    from rayapp.engine.vllm_tool_parser import load_parser
+    from rayapp.rollout.agent.vllm_tool_parser import load_parser
 
     assert load_parser("auto", chat_tokenizer, []).parse("The answer is 4.") == ()
 
@@ -274,7 +274,7 @@ def test_what_gpt_oss_says_beside_a_call_is_neither_the_call_nor_a_thought() -> 
 
 
 def test_unknown_parser_is_refused_with_those_there_are(chat_tokenizer: Any, vllm_parser: ToolCallParser) -> None:
-    from rayapp.engine.vllm_tool_parser import load_parser
+    from rayapp.rollout.agent.vllm_tool_parser import load_parser
 
     with pytest.raises(ConfigError, match=r"no tool parser 'hermse'; it has: .*hermes"):
         load_parser("hermse", chat_tokenizer, TOOLS)

@@ -24,15 +24,16 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 JUDGE_KEY = "sk-of-the-judge-5678"
 
 
-class FailsOnce:
+class FailsForOneText:
     """Grades by length, but for the first response, whose server fails. What the workers ask when they start is 42."""
 
     def __init__(self) -> None:
-        self._has_failed = False
+        self._failing = ""
 
     def __call__(self, text: str) -> float:
-        if not self._has_failed and text != "42":
-            self._has_failed = True
+        if text != "42":
+            self._failing = self._failing or text
+        if text == self._failing:
             raise RuntimeError("the judge fails")
         return len(text) % 11
 
@@ -40,10 +41,10 @@ class FailsOnce:
 def test_two_judges_reward_a_run_and_a_failure_costs_one_trajectory(
     tmp_path: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
 ) -> None:
-    stub = JudgeStub(FailsOnce(), key=JUDGE_KEY)
+    stub = JudgeStub(FailsForOneText(), key=JUDGE_KEY)
     rubric = {"long": "It is long."}
     with stub.running_in_thread() as url:
-        shared = {"base_url": f"{url}/v1", "model": "m", "rubric": rubric, "api_key_env": "JUDGE_KEY", "max_retries": 0}
+        shared = {"base_url": f"{url}/v1", "model": "m", "rubric": rubric, "api_key_env": "JUDGE_KEY"}
         config = short_run(tmp_path, train={"num_steps": NUM_STEPS}, rollout={"num_workers": 2}) | {
             "judges": [
                 shared | {"name": "quality", "input_price": 1.0},

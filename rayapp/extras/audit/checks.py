@@ -17,18 +17,15 @@ from rayapp.core.aio import side_by_side
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, UnusableWorkError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.extras.audit.hunt import holds_expression, places_of, texts_in_sandbox
-from rayapp.extras.audit.subject import Attempt, Score, Subject, TestResult
+from rayapp.extras.audit.subject import Attempt, Score, Subject
 
 Check = Literal[
     "nothing", "solution", "flaky", "network", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict",
 ]  # fmt: skip
-# Largest share of the time limit that the solution's tests take: slower ones fail right answers on a busy machine.
+# Largest share of the tests' time limit that the solution's verdict takes: slower ones fail right answers on a busy
+# machine.
 SLOW_SHARE = 0.5
 _TRIVIAL_SEEDS = range(3)
-# Largest number of seeds for which a failed solution runs test by test, to name the failed tests.
-_MOST_FAILED_SEEDS = 3
-_MOST_NAMED = 3
 _TINY = 1e-9
 _NETWORK = re.compile(
     r"gaierror|Name or service not known|Temporary failure in name resolution|Network is unreachable|"
@@ -81,10 +78,9 @@ class Auditor:
         subject = self.subject
         nothing = await self._nothing()
         solution = await self._solution()
-        self._slow(await self._run_tests(seed=0))
         share, guess = await self._trivial()
         cheats = await self._cheats(max(0.0, nothing))
-        await self._oracle()
+        self._oracle()
         return TaskReport(
             task=subject.name,
             kind=subject.kind,
@@ -131,43 +127,18 @@ class Auditor:
             return "none"
         answer = Attempt(name="the solution", text=self.subject.solution)
         rewards = [await self._verdict(self.subject.score, answer, seed) for seed in range(self.runs)]
-        failed = [seed for seed, reward in enumerate(rewards) if reward.valid and not _is_solved(reward)]
-        if failed:
-            first = rewards[failed[0]]
-            times = f"{len(failed)} of {self.runs} times"
+        valid = [reward for reward in rewards if reward.valid]
+        if failed := [reward for reward in valid if not _is_solved(reward)]:
+            first = failed[0]
             detail = f"it earns {first.value:g} ({first.status}{': ' if first.detail else ''}{first.detail})"
-            detail += await self._failed_tests(failed)
-            self._found("solution" if len(failed) == self.runs else "flaky", f"the solution fails {times}: {detail}")
+            check: Check = "solution" if len(failed) == self.runs else "flaky"
+            self._found(check, f"the solution fails {len(failed)} of {self.runs} times: {detail}")
+            if offline := next((reward.detail for reward in failed if _NETWORK.search(reward.detail)), ""):
+                self._found("network", f"tests need the network, which sandboxes don't have: {offline}")
+        longest_s, limit_s = max((reward.time_score_s for reward in valid), default=0.0), self.subject.limit_s
+        if limit_s and longest_s > limit_s * SLOW_SHARE:
+            self._found("slow", f"the verdict on the solution takes {longest_s:.2f} of {limit_s:g} s")
         return f"{sum(map(_is_solved, rewards))}/{self.runs}"
-
-    async def _failed_tests(self, seeds: Sequence[int]) -> str:
-        runs = [run for seed in seeds[:_MOST_FAILED_SEEDS] for run in await self._run_tests(seed)]
-        if offline := [run.name for run in runs if _NETWORK.search(run.problem)]:
-            self._found(
-                "network", f"tests need the network, which sandboxes don't have: {'; '.join(offline[:_MOST_NAMED])}"
-            )
-        named = [f"{run.name}: {run.problem}" for run in runs if run.problem][:_MOST_NAMED]
-        return f"; {'; '.join(named)}" if named else ""
-
-    async def _run_tests(self, seed: int) -> tuple[TestResult, ...]:
-        if self.subject.run_tests is None or self.subject.solution is None:
-            return ()
-        try:
-            return await self.subject.run_tests(self.subject.solution, self.sandboxes, seed)
-        except SandboxConfigError:
-            raise
-        except SandboxError as error:
-            self._found("verdict", f"the tests can't be run one by one: {type(error).__name__}: {error}")
-            return ()
-
-    def _slow(self, runs: Sequence[TestResult]) -> None:
-        limit_s, total_s = self.subject.limit_s, sum(run.seconds for run in runs)
-        if self.subject.is_limit_of_all and runs:
-            slowest = max(runs, key=lambda run: run.seconds)
-            runs = [replace(slowest, name=f"all tests (slowest: {slowest.name})", seconds=total_s)]
-        for run in runs:
-            if limit_s and run.seconds > limit_s * SLOW_SHARE:
-                self._found("slow", f"{run.name}: the solution takes {run.seconds:.2f} of {limit_s:g} s")
 
     async def _trivial(self) -> tuple[float | None, str]:
         shares: dict[str, float] = {}
@@ -194,22 +165,26 @@ class Auditor:
                 self._found("cheat", f"an answer that {cheat.name} earns {reward.value:g}")
         return f"{paid}/{len(self.subject.cheats)}" if self.subject.cheats else ""
 
-    async def _oracle(self) -> None:
+    def _oracle(self) -> None:
         subject = self.subject
-        is_told = bool(subject.expression) and holds_expression(subject.prompt, subject.expression)
-        if is_told or places_of(subject.secrets, {"prompt": subject.prompt}, subject.public):
-            self._found("oracle", "the prompt contains text of the solution or of the hidden tests")
-        if subject.workspace is None:
-            return
-        try:
-            texts = await texts_in_sandbox(subject.workspace, subject.public_words, self.sandboxes)
-        except SandboxConfigError:
-            raise
-        except SandboxError as error:
-            self._found("verdict", f"the search for leaks failed: {type(error).__name__}: {error}")
-            return
-        for path in places_of(subject.secrets, texts, subject.public):
-            self._found("oracle", f"{path} in the agent's sandbox contains text of the solution or of the hidden tests")
+        workspace = subject.workspace.files if subject.workspace is not None else {}
+        texts = {f"{path} in the agent's workspace": text for path, text in workspace.items()}
+        for place, text in {"the prompt": subject.prompt, **texts}.items():
+            if _holds(text, subject.secrets) or (place == "the prompt" and holds_expression(text, subject.expression)):
+                self._found("oracle", f"{place} contains text of the solution or of the hidden tests")
+
+
+def _holds(text: str, secrets: Sequence[str]) -> bool:
+    """Return True if a text contains one of the secrets, ignoring white space."""
+    bare = "".join(text.split())
+    return any("".join(secret.split()) in bare for secret in secrets)
+
+
+def holds_expression(text: str, expression: str) -> bool:
+    """Return True if a text contains the whole expression, ignoring white space; False for an empty expression."""
+    parts = re.findall(r"\w+|[^\w\s]", expression)
+    pattern = r"(?<![\w.])" + r"\s*".join(map(re.escape, parts)) + r"(?!\w)"
+    return bool(parts) and re.search(pattern, text) is not None
 
 
 def _is_solved(reward: Reward) -> bool:

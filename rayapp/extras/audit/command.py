@@ -60,8 +60,8 @@ def audit(
     """Score the answers that a policy may try (an empty answer, guesses, cheats), and the solution many times. Exits
     with 1 if more tasks have findings than --max-bad-ratio allows.
 
-    A task passes if its solution always earns 1, no other answer earns a reward, and code in the sandbox can't read the
-    expected values."""
+    A task passes if its solution always earns 1, no other answer earns a reward, and neither the prompt nor the files
+    of the workspace contain the solution or the hidden tests."""
     import json
     from dataclasses import asdict
 

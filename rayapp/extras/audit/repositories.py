@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 from rayapp.core.names import load_extra
-from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import Reward
-from rayapp.extras.audit.subject import PROSE, Attempt, Subject, TestResult, cheats, score_of
-from rayapp.tasks.verdict import LEASE_TIMEOUT_S
+from rayapp.extras.audit.subject import PROSE, Attempt, Subject, cheats, score_of
 
 # Another extra, reached by name. Its tasks have the type Any here.
 as_answer = load_extra("repositories.task:as_answer")
-read_answer = load_extra("repositories.task:read_answer")
-why_failed = load_extra("repositories.named_tests:why_failed")
 SOLVE: str = load_extra("repositories.scripts:SOLVE")
 PATCH: str = load_extra("repositories.swe:PATCH")
-_MIN_SECRET_CHARS = 25
 _MIN_PASSAGE_CHARS = 50
 _HOOK = "import os\nos._exit(0)\n"
 _PASSES_ALL = (
@@ -52,43 +45,11 @@ def repository_subject(task: Any) -> Subject:
         nothing=(*PROSE, Attempt(name="nothing changed", text=as_answer({}))),
         trivial=tuple(_trivial(task)),
         cheats=tuple(_cheats(task)),
-        run_tests=partial(_run_hidden_tests, task),
         limit_s=folder.timeout_s,
-        is_limit_of_all=True,
         secrets=tuple(_secrets(task)),
-        public=_replaced(task),
         workspace=task.agent_start(),
-        public_words=(task.name,),
         notes={} if folder.solution else {"solution": "the task has no folder `solution`"},
     )
-
-
-async def _run_hidden_tests(task: Any, answer: str, sandboxes: SandboxSource, seed: int) -> tuple[TestResult, ...]:
-    if task.folder.named is not None:
-        return await _run_named_tests(task, task.folder.named, answer, sandboxes)
-    tests = task.folder.tests
-    repository = task.with_changes(read_answer(answer) or {})
-    async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
-        if task.folder.script is not None:
-            reward, seconds = await task.judge_by_script(repository, sandbox)
-            problem = "" if reward.value >= 1.0 else reward.detail or f"it earns {reward.value:g}"
-            return (TestResult(name="tests/test.sh", problem=problem, seconds=seconds),)
-        outcomes = await task.run_tests(repository, sandbox, tests)
-    return tuple(
-        TestResult(name=test.name, problem=outcome.problem, seconds=outcome.seconds)
-        for test, outcome in zip(tests, outcomes, strict=True)
-    )
-
-
-async def _run_named_tests(task: Any, tests: Any, answer: str, sandboxes: SandboxSource) -> tuple[TestResult, ...]:
-    files = read_answer(answer) or {}
-    async with sandboxes.lease(task.verdict_spec, timeout_s=LEASE_TIMEOUT_S) as sandbox:
-        run = await task.run_named_tests(tests, files, sandbox)
-    if isinstance(run, Reward):
-        return (TestResult(name="test_patch", problem=run.detail, seconds=0.0),)
-    # Report one duration for all tests together, because the time limit is for all of them.
-    seconds = run.seconds / len(tests.names)
-    return tuple(TestResult(name=name, problem=why_failed(run, name), seconds=seconds) for name in tests.names)
 
 
 def _tests(task: Any) -> Sequence[str]:
@@ -133,31 +94,17 @@ def _cheats(task: Any) -> Iterator[Attempt]:
 
 
 def _secrets(task: Any) -> Iterator[str]:
-    """Yield the secret lines, passages and files of the solution and of the hidden tests.
-
-    A line is secret if the repository lacks it, and a passage if the files that the solution replaces lack it, or for a
-    `solve.sh`, which doesn't name them, the whole repository. A diff's secrets are the passages that it adds.
-    """
-    base = task.folder.repository
-    shown, tests = "\n".join(base.values()), _tests(task)
+    """Yield the passages of the solution and of the hidden tests that the files in their place lack; for diffs and a
+    `solve.sh`, which name no such files, those that the whole repository lacks."""
+    base, solution = task.folder.repository, task.folder.solution
+    shown = "\n".join(base.values())
+    replaced = "\n".join(base.get(path, "") for path in solution)
     if task.folder.named is not None:
-        for text in (_added(task.folder.solution.get(PATCH, "")), *tests):
-            yield from _passages(text, shown)
-        return
-    lines = {line.strip() for text in (*task.folder.solution.values(), *tests) for line in text.splitlines()}
-    yield from sorted(line for line in lines if len(line) >= _MIN_SECRET_CHARS and line not in shown)
-    replaced = "\n".join(_replaced(task))
-    for path, text in task.folder.solution.items():
-        if path == SOLVE:
-            yield from _passages(text, shown)
-        elif text != base.get(path):
-            yield from (text, *_passages(text, replaced))
-    for text in tests:
-        yield from (text, *_passages(text, replaced))
-
-
-def _replaced(task: Any) -> tuple[str, ...]:
-    return tuple(task.folder.repository.get(path, "") for path in task.folder.solution)
+        solution, replaced = {SOLVE: _added(solution.get(PATCH, ""))}, shown
+    for path, text in solution.items():
+        yield from _passages(text, shown if path == SOLVE else replaced)
+    for text in _tests(task):
+        yield from _passages(text, replaced)
 
 
 def _passages(text: str, known: str) -> Iterator[str]:

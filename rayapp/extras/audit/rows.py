@@ -17,7 +17,6 @@ from rayapp.extras.audit.subject import (
     Attempt,
     Score,
     Subject,
-    TestResult,
     cheats_of_function,
     cheats_of_program,
     nothing_of_function,
@@ -27,7 +26,6 @@ from rayapp.extras.audit.subject import (
 from rayapp.tasks.answers import Answer as ScoredAnswer
 from rayapp.tasks.answers import AnswerRewards, score_answer
 from rayapp.tasks.code.benchmarks import BenchmarkTask
-from rayapp.tasks.code.hidden_cases import CallTest, CodeTests, StdinTest, Test
 from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.data.reading import ReadOptions, open_data
@@ -95,8 +93,6 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
             solution=solution,
             nothing=(*PROSE, nothing),
             score_share=_share_of(by_share),
-            run_tests=partial(_run_tests, problem, tests),
-            limit_s=problem.rules.test_timeout_s,
             notes=notes | {"cheats": f"there are no cheats and no trivial answers for {language.name}"},
         )
     return Subject(
@@ -109,8 +105,6 @@ async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, referen
         trivial=trivial_of_function(function, _ANY_INPUTS) if function else TRIVIAL_OF_PROGRAM,
         cheats=cheats_of_function(function, _ANY_INPUTS) if function else cheats_of_program(),
         score_share=_share_of(by_share),
-        run_tests=partial(_run_tests, problem, tests),
-        limit_s=problem.rules.test_timeout_s,
         secrets=(reference.strip(),) if len(reference.strip()) >= MIN_SECRET_CHARS else (),
         notes=notes,
     )
@@ -121,22 +115,3 @@ def _share_of(problem: CodeProblem) -> Score:
         return await verdict(lambda: problem.score(text, sandboxes, seed=seed))
 
     return score
-
-
-async def _run_tests(
-    problem: CodeProblem, tests: CodeTests, text: str, sandboxes: SandboxSource, seed: int
-) -> tuple[TestResult, ...]:
-    ran = await problem.each_test(text, sandboxes)
-    return tuple(
-        TestResult(name=f"test {number}, {_shown(test)}", problem=why, seconds=seconds)
-        for number, (test, (why, seconds)) in enumerate(zip(tests.tests, ran, strict=True), start=1)
-    )
-
-
-def _shown(test: Test) -> str:
-    match test:
-        case StdinTest():
-            return f"input {test.stdin[:60]!r}"
-        case CallTest():
-            return f"inputs {str(test.calls)[:60]}"
-    return "asserts"

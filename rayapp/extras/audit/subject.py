@@ -34,20 +34,6 @@ def score_of(task: Task) -> Score:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestResult:
-    """Result of one hidden test on one answer."""
-
-    __test__ = False  # not a pytest class
-    name: str  # Description of the test, without the expected value.
-    problem: str  # Reason why the test failed; empty if it passed.
-    seconds: float
-
-
-# Function of an answer, sandboxes and a seed.
-RunTests = Callable[[str, SandboxSource, int], Awaitable[tuple[TestResult, ...]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """Named answer that the audit scores."""
 
@@ -73,16 +59,11 @@ class Subject:
     score_cheat: Score | None = None
     # Function for trivial answers that gives the share of passed tests, if `score` is all or nothing.
     score_share: Score | None = None
-    run_tests: RunTests | None = None
-    limit_s: float = 0.0  # Seconds for one test, or for all together; 0 without a limit.
-    is_limit_of_all: bool = False
+    limit_s: float = 0.0  # Seconds for all tests together; 0 without such a limit.
     secrets: tuple[str, ...] = ()  # Texts of the solution and the hidden tests, too long to occur elsewhere by chance.
-    public: tuple[str, ...] = ()  # Texts whose Python functions are not secret.
     expression: str = ""  # Whole solution as an expression, which must not be in the prompt, even if it is short.
     cannot_run: str = ""  # Reason why the task can't be audited; empty if it can be.
     workspace: AgentStart | None = None  # Workspace that an agent starts with; None if no agent can play this task.
-    # Words that are not secret; the search for leaks reads files that contain them.
-    public_words: tuple[str, ...] = field(default=())
     notes: Mapping[str, str] = field(default_factory=dict)  # Check -> reason why it is restricted for this task.
 
 

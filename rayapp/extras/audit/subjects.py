@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from rayapp.core import syntax
 from rayapp.core.errors import InputError
 from rayapp.core.names import load_extra
 from rayapp.core.protocols import AgentTask, EnvironmentRow, SandboxSource, Task
-from rayapp.core.types import Reward, SandboxSpec
+from rayapp.core.types import Reward
 from rayapp.extras.audit.repositories import repository_subject
 from rayapp.extras.audit.rows import benchmark_subjects, file_subjects
 from rayapp.extras.audit.subject import (
     PROSE,
     Subject,
-    TestResult,
     cheats_of_function,
     fenced,
     guesses,
@@ -30,14 +28,11 @@ from rayapp.extras.audit.subject import (
     trivial_of_function,
 )
 from rayapp.sandbox.providers import why_no_workspace
-from rayapp.sandbox.verdict.compare import same_value
 from rayapp.tasks.answers import AnswerRewards
-from rayapp.tasks.cases import MODULES, Case
+from rayapp.tasks.cases import MODULES
 from rayapp.tasks.code.benchmarks import load_benchmark
 from rayapp.tasks.coding import CodingTask
-from rayapp.tasks.extraction import extract_code
 from rayapp.tasks.loading import load_source, load_task, single_tasks
-from rayapp.tasks.verdict import LEASE_TIMEOUT_S
 
 MIN_SECRET_CHARS = 12  # Shorter texts of the solution or the tests may occur elsewhere by chance.
 
@@ -57,13 +52,10 @@ def coding_subject(task: CodingTask) -> Subject:
         trivial=trivial_of_function(name, parameters),
         cheats=cheats_of_function(name, parameters),
         score_cheat=score_of(free),
-        run_tests=partial(_run_tests, task),
         limit_s=task.timeout_s,
-        is_limit_of_all=True,
         secrets=tuple(text for text in _oracle(task) if len(text) >= MIN_SECRET_CHARS),
         workspace=task.agent_start(),
         expression=task.reference.strip() if _is_telling(task.reference) else "",
-        public_words=(f"def {name}",),
         notes=_notes(task),
     )
 
@@ -94,23 +86,6 @@ def _reference(task: CodingTask) -> str:
     return (
         f"{above}\ndef {task.func_name}({parameters}):\n    args = ({parameters},)\n    return (\n{task.reference}\n)"
     )
-
-
-async def _run_tests(task: CodingTask, answer: str, sandboxes: SandboxSource, seed: int) -> tuple[TestResult, ...]:
-    code = extract_code(answer, task.func_name) or ""
-    async with sandboxes.lease(SandboxSpec(packages=task.packages), timeout_s=LEASE_TIMEOUT_S) as sandbox:
-        runs = []
-        for number, case in enumerate(task.cases.draw(seed), start=1):
-            report = await sandbox.call_function(code, task.func_name, [case.args], timeout_s=task.timeout_s)
-            (call,) = report.calls
-            problem = "" if call.ok and same_value(call.value, case.expected) else _problem(call.error, case)
-            test = f"test {number}, {task.tests[number - 1]}, of seed {seed}"
-            runs.append(TestResult(name=test, problem=problem, seconds=report.exec.duration_s))
-    return tuple(runs)
-
-
-def _problem(error: str, case: Case) -> str:
-    return error or f"wrong value for {repr(case.args)[:100]}"
 
 
 async def subjects_of(

@@ -1,6 +1,6 @@
 """Daytona through its SDK: the provider, its control plane, and the data plane of one sandbox.
 
-    DaytonaProvider -> ServiceProvider (deadlines, late answers) -> DaytonaService (control plane) -> DaytonaChannel
+    DaytonaProvider -> ServiceProvider (deadlines) -> DaytonaService (control plane) -> DaytonaChannel
 
 Sandboxes are ephemeral (Daytona deletes them when they stop), and their time to live counts in every state, in whole
 minutes. The channel runs programs as shell commands, and stateful code in the interpreter context of every sandbox. It
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import importlib
 import math
-import uuid
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -24,11 +23,10 @@ from rayapp.config.sandbox import DaytonaConfig
 from rayapp.core.errors import SandboxConfigError, SandboxError, SandboxGoneError
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
-from rayapp.extras.providers.relay import Hear, Say
 from rayapp.extras.providers.remote import Sink, run_session
 from rayapp.extras.providers.service import DAYTONA, SdkChannel, ServiceProvider, error_of, raised_as
 from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
-from rayapp.sandbox.verdict.program import command_of, shell_command
+from rayapp.sandbox.verdict.program import command_of
 
 _NAMES = ("daytona", "daytona_sdk")
 _CREATE = "create"
@@ -73,22 +71,6 @@ class DaytonaChannel(SdkChannel):
         return await run_session(
             "daytona", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes
         )
-
-    async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
-        process, session = (await self._sandbox()).process, f"rayapp-{uuid.uuid4().hex}"
-        await self.guard(process.create_session(session), "create_session")
-        # The program runs in a subshell, because the session's shell must stay alive. Input is not echoed as output.
-        command = sdk().SessionExecuteRequest(
-            command=f"({shell_command(program)})", run_async=True, suppress_input_echo=True
-        )
-        ran = await self.guard(process.execute_session_command(session, command), "execute_session_command")
-
-        async def say(text: str) -> None:
-            await self.guard(process.send_session_command_input(session, ran.cmd_id, text), "say to a relay")
-
-        started(say)
-        logs = process.get_session_command_logs_async(session, ran.cmd_id, hear, lambda text: None)
-        await self.guard(logs, "listen to a relay")
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         sandbox = await self._sandbox()
@@ -150,7 +132,6 @@ def _wait_s(error: Exception) -> float | None:
 
 
 _CALL_TIMEOUT_S = 15.0
-_LATE_ANSWER_S = 30.0
 _ENDED = ("destroyed", "destroying")
 
 
@@ -178,14 +159,8 @@ class DaytonaService:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        # Wait longer than the caller's deadline: a late answer names the sandbox, which must be ended.
-        waited_s = timeout_s + _LATE_ANSWER_S
         with raised_as(daytona_error, "create"):
-            try:
-                made = await self.client().create(self._params(spec, labels, ttl_s), timeout=waited_s)
-            except Exception as error:  # boundary: any error may name a sandbox that starts late
-                await self._end_half_made(error)
-                raise
+            made = await self.client().create(self._params(spec, labels, ttl_s), timeout=timeout_s)
         return Connection(sandbox_id=made.id)
 
     def _params(self, spec: SandboxSpec, labels: Mapping[str, str], ttl_s: float) -> Any:
@@ -197,22 +172,13 @@ class DaytonaService:
             "ephemeral": True,
             "ttl_minutes": minutes,
             "auto_stop_interval": minutes,
-            "queue_timeout": max(1, math.ceil(_LATE_ANSWER_S / 60)),
+            "queue_timeout": 1,  # minute
             "network_block_all": True,  # completions could look up their answers
         }
         wanted = self._config.template_of(spec.template) or self._config.template
         if _is_image(wanted):
             return sdk().CreateSandboxFromImageParams(image=wanted, **common)
         return sdk().CreateSandboxFromSnapshotParams(snapshot=wanted or None, **common)
-
-    async def _end_half_made(self, error: Exception) -> None:
-        """End the sandbox that a late creation's error names, because it may still start."""
-        if (sandbox_id := getattr(error, "sandbox_id", None)) is not None:
-            try:
-                await self.kill(str(sandbox_id))
-            except SandboxError:
-                # A sweep will end the sandbox by its label; if the sweep fails, the sandbox's time to live ends it.
-                return
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:
         states = [state for state in sdk().SandboxState if state.value not in _ENDED]

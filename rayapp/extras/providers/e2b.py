@@ -1,7 +1,7 @@
 """E2B: its cloud, a self-hosted E2B, or an OpenKruise/ACK sandbox-manager.
 
-    E2BProvider -> ServiceProvider (deadlines, late answers) -> SdkService    (dialect e2b: the SDK's control plane)
-                                                             '-> KruiseService (dialect kruise: see below)
+    E2BProvider -> ServiceProvider (deadlines) -> SdkService    (dialect e2b: the SDK's control plane)
+                                               '-> KruiseService (dialect kruise: see below)
 
 Both services reach the inside of a sandbox through the SDK; docs/sandbox-providers.md lists its versions.
 
@@ -40,7 +40,6 @@ from rayapp.core.errors import (
 )
 from rayapp.core.http import retry_after_s
 from rayapp.core.types import ExecResult, SandboxSpec
-from rayapp.extras.providers.relay import Hear, Say
 from rayapp.extras.providers.remote import Sink, run_session
 from rayapp.extras.providers.service import (
     E2B,
@@ -53,7 +52,7 @@ from rayapp.extras.providers.service import (
 )
 from rayapp.sandbox.images import PREFIX, is_image
 from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
-from rayapp.sandbox.verdict.program import command_of, shell_command
+from rayapp.sandbox.verdict.program import command_of
 
 MakeConfig = Callable[[dict[str, str]], ConnectionConfig]  # Function of the HTTP headers for one sandbox.
 
@@ -126,23 +125,6 @@ class E2BChannel(SdkChannel):
 
         return await run_session("e2b", code, run, self.alive, timeout_s=timeout_s, max_output_bytes=max_output_bytes)
 
-    async def converse(self, program: str, hear: Hear, started: Callable[[Say], None]) -> None:
-        run = self._sandbox.commands.run(
-            shell_command(program), background=True, stdin=True, on_stdout=hear, timeout=0, retain_output=False
-        )
-        handle = await self.guard(run, "start a relay")
-
-        async def say(text: str) -> None:
-            await self.guard(handle.send_stdin(text), "say to a relay")
-
-        started(say)
-        try:
-            await self.guard(handle.wait(), "listen to a relay")
-        except e2b.CommandExitException:
-            return
-        finally:
-            await handle.disconnect()
-
     async def write_file(self, path: str, data: bytes, *, timeout_s: float) -> None:
         try:
             await self.guard(self._sandbox.files.write(path, data, request_timeout=timeout_s), "write a file")
@@ -165,7 +147,6 @@ class E2BChannel(SdkChannel):
 
 _PAGE = 100
 _CALL_TIMEOUT_S = 15.0
-_LATE_ANSWER_S = 30.0
 # Longest waits of OpenKruise's server, always sent because it would else wait forever.
 _CLAIM_TIMEOUT_S, _READY_TIMEOUT_S = 30, 60
 _MIN_TTL_S = 30
@@ -216,7 +197,7 @@ class KruiseService:
                 f"{_EXTENSION}/wait-ready-timeout-seconds": str(_READY_TIMEOUT_S),
             },
         }
-        answer = await self._call("POST", "/sandboxes", json=body, timeout_s=timeout_s + _LATE_ANSWER_S)
+        answer = await self._call("POST", "/sandboxes", json=body, timeout_s=timeout_s)
         made = _object(answer)
         sandbox_id = made.get("sandboxID")
         if not isinstance(sandbox_id, str) or not sandbox_id:
@@ -356,8 +337,7 @@ class SdkService:
                 allow_internet_access=False,  # completions could look up their answers
                 lifecycle={"on_timeout": "kill"},
                 idempotency_key=key,
-                # Wait longer than the caller's deadline: a late answer names the sandbox, which must be ended.
-                request_timeout=timeout_s + _LATE_ANSWER_S,
+                request_timeout=timeout_s,
                 **self._options,
             )
         return Connection(

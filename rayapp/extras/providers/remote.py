@@ -15,15 +15,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
-from rayapp.core.errors import SandboxConfigError, SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
+from rayapp.core.errors import SandboxDeadlineError, SandboxGoneError, SandboxProtocolError
 from rayapp.core.types import CallReport, ExecOutcome, ExecResult, SandboxSpec, StopCause
-from rayapp.extras.providers.relay import Converse, relayed
 from rayapp.sandbox.leases import Connection
-from rayapp.sandbox.loopback import Loopback
 from rayapp.sandbox.verdict import program, results
 from rayapp.sandbox.verdict.codec import clean, encode_inputs, off_the_loop
 from rayapp.sandbox.verdict.program import new_nonce
@@ -102,15 +99,6 @@ class RemoteSandbox:
         if not argv or not all(type(part) is str for part in argv):
             raise TypeError(f"a command must be a list of one string or more, not {argv!r}")
         return await self._run_job({"kind": "command", "argv": list(argv), "stdin": stdin}, timeout_s, max_output_bytes)
-
-    def loopback(self) -> AbstractAsyncContextManager[Loopback]:
-        converse: Converse | None = getattr(self.channel, "converse", None)
-        if converse is None:
-            raise SandboxConfigError(
-                f"sandboxes of {self.provider} have no loopback interface: a running program can't be sent input "
-                "there. Use local, e2b or daytona"
-            )
-        return relayed(converse, timeout_s=self.margin_s)
 
     async def write_file(self, path: str, data: bytes, *, timeout_s: float = 10.0) -> None:
         await self._in_time(self.channel.write_file(path, data, timeout_s=timeout_s), timeout_s)

@@ -1,18 +1,15 @@
-"""Base of the providers that are remote services: deadlines, late answers and clean-up, which are the same for all.
+"""Base of the providers that are remote services: deadlines and errors, which are the same for all.
 
-    ServiceProvider (these rules) -> Service (e2b | daytona: the calls themselves)
+    ServiceProvider (deadlines) -> Service (e2b | daytona: the calls themselves)
 
-A creation that is answered after its deadline is killed at once. If the answer is lost, the pool's next sweep kills the
-sandbox; without a pool, the provider finds it by its label when it is closed.
+A sandbox whose creation was answered too late, or not at all, is ended by the next sweep of the pool.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -159,12 +156,6 @@ class SdkChannel:
         return found if isinstance(found, SandboxDeadlineError) else SandboxProtocolError(str(found))
 
 
-log = logging.getLogger(__name__)
-MAKER_LABEL = "rayapp-maker"  # Label with the id of the provider object that created the sandbox.
-_LATE_WAIT_S = 120.0
-_CLOSE_WAIT_S = 5.0
-
-
 class Service(Protocol):
     """The calls of one service, which raise only errors of `rayapp.core.errors`."""
 
@@ -172,9 +163,7 @@ class Service(Protocol):
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
-    ) -> Connection:
-        """Create a sandbox. The caller waits only `timeout_s`; the call may take longer."""
-        ...
+    ) -> Connection: ...
 
     def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]: ...
 
@@ -186,7 +175,7 @@ class Service(Protocol):
 
 
 class ServiceProvider:
-    """Provider that adds deadlines and clean-up to a service.
+    """Provider that adds deadlines to a service.
 
     Args:
         answer_within_s: seconds that a call to a sandbox may take beyond the code's own time limit.
@@ -195,11 +184,6 @@ class ServiceProvider:
     def __init__(self, service: Service, *, answer_within_s: float) -> None:
         self._service = service
         self._answer_within_s = answer_within_s
-        self._maker = uuid.uuid4().hex
-        self._made: set[str] = set()
-        self._late: set[asyncio.Task[object]] = set()
-        self._has_lost = False
-        self._is_closed = False
 
     @property
     def name(self) -> str:
@@ -208,91 +192,33 @@ class ServiceProvider:
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> RemoteSandbox:
-        if self._is_closed:
-            raise SandboxConfigError(f"sandbox provider {self.name} is closed")
-        call = self._service.create(spec, labels={**labels, MAKER_LABEL: self._maker}, ttl_s=ttl_s, timeout_s=timeout_s)
-        arrival = asyncio.ensure_future(call)
-        try:
-            done, _ = await asyncio.wait({arrival}, timeout=timeout_s)
-            if not done:
-                raise SandboxDeadlineError(f"sandbox provider {self.name} made no sandbox within {timeout_s:g} s")
-        except (SandboxDeadlineError, asyncio.CancelledError):
-            self._watch_late(arrival)
-            raise
-        try:
-            connection = arrival.result()
-        except SandboxConfigError:
-            raise
-        except SandboxError:
-            self._has_lost = True
-            raise
-        self._made.add(connection.sandbox_id)
-        return self._sandbox(connection, spec)
+        async with self._in_time(timeout_s, "made no sandbox"):
+            connection = await self._service.create(spec, labels=labels, ttl_s=ttl_s, timeout_s=timeout_s)
+        return self.attach(connection, spec)
 
     def attach(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
-        return self._sandbox(connection, spec)
-
-    def _sandbox(self, connection: Connection, spec: SandboxSpec) -> RemoteSandbox:
         channel = self._service.channel(connection)
         return RemoteSandbox(self.name, connection, channel, spec, margin_s=self._answer_within_s)
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float = 30.0) -> AsyncIterator[str]:
-        try:
-            async with asyncio.timeout(timeout_s):
-                found = [sandbox_id async for sandbox_id in self._service.list(labels, timeout_s=timeout_s)]
-        except TimeoutError:
-            raise SandboxDeadlineError(
-                f"sandbox provider {self.name} did not list its sandboxes within {timeout_s:g} s"
-            ) from None
+        async with self._in_time(timeout_s, "did not list its sandboxes"):
+            found = [sandbox_id async for sandbox_id in self._service.list(labels, timeout_s=timeout_s)]
         for sandbox_id in found:
             yield sandbox_id
 
     async def kill(self, sandbox_id: str, *, timeout_s: float = 10.0) -> None:
+        async with self._in_time(timeout_s, f"did not end sandbox {sandbox_id}"):
+            await self._service.kill(sandbox_id, timeout_s=timeout_s)
+
+    async def close(self) -> None:
+        await self._service.close()
+
+    @asynccontextmanager
+    async def _in_time(self, timeout_s: float, what: str) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._service.kill(sandbox_id, timeout_s=timeout_s)
+                yield
         except TimeoutError as error:
             if isinstance(error, SandboxError):
                 raise
-            raise SandboxDeadlineError(
-                f"sandbox provider {self.name} did not end sandbox {sandbox_id} within {timeout_s:g} s"
-            ) from None
-        self._made.discard(sandbox_id)
-
-    async def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if self._late:
-            await asyncio.wait(self._late, timeout=_CLOSE_WAIT_S)
-        for task in self._late:
-            task.cancel()
-        await self._end_what_was_made()
-        await self._service.close()
-
-    def _watch_late(self, arrival: asyncio.Task[Connection]) -> None:
-        self._has_lost = True
-        task = asyncio.ensure_future(self._end_late(arrival))
-        self._late.add(task)
-        task.add_done_callback(self._late.discard)
-
-    async def _end_late(self, arrival: asyncio.Task[Connection]) -> None:
-        try:
-            async with asyncio.timeout(_LATE_WAIT_S):
-                connection = await arrival
-            await self.kill(connection.sandbox_id)
-            log.info("%s: sandbox %s answered after its deadline and was ended", self.name, connection.sandbox_id)
-        except (SandboxError, TimeoutError) as error:
-            log.warning("%s: a creation past its deadline failed: %s", self.name, error)
-
-    async def _end_what_was_made(self) -> None:
-        """Kill the sandboxes of this object: known ones by id, others by its label."""
-        left = set(self._made)
-        try:
-            if self._has_lost:
-                left |= {found async for found in self.list({MAKER_LABEL: self._maker})}
-        except SandboxError as error:
-            log.warning("%s: could not list sandboxes while closing: %s", self.name, error)
-        results = await asyncio.gather(*(self.kill(sandbox_id) for sandbox_id in left), return_exceptions=True)
-        if failed := [result for result in results if isinstance(result, BaseException)]:
-            log.warning("%s: %d sandboxes could not be ended, e.g. %s", self.name, len(failed), failed[0])
+            raise SandboxDeadlineError(f"sandbox provider {self.name} {what} within {timeout_s:g} s") from None

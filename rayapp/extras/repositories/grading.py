@@ -10,7 +10,6 @@ file that is not part of the answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from rayapp.core.protocols import Sandbox
@@ -55,12 +54,6 @@ def {_ENTRY}(files, source, image_folder):
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TestOutcome:
-    problem: str  # Reason why the test failed; empty if it passed.
-    seconds: float
-
-
 async def run_tests(
     sandbox: Sandbox,
     repository: Mapping[str, str | None],
@@ -68,8 +61,8 @@ async def run_tests(
     *,
     timeout_s: float,
     image_folder: str = "",
-) -> list[TestOutcome]:
-    """Run every test, each in its own interpreter.
+) -> list[str]:
+    """Run every test, each in its own interpreter. Return why each failed; an empty text for one that passed.
 
     Args:
         repository: relative path -> text; None for a deleted file.
@@ -77,10 +70,10 @@ async def run_tests(
         timeout_s: limit for all tests together; tests that have not run by then fail.
     Raises SandboxError, and TextReadingFailedError from the process that checks conditions.
     """
-    left_s, outcomes = timeout_s, []
+    left_s, problems = timeout_s, list[str]()
     for test in tests:
         if left_s <= 0:
-            outcomes.append(TestOutcome(problem="out of time", seconds=0.0))
+            problems.append("out of time")
             continue
         inputs = [[dict(repository), test.source, image_folder]]
         report = await sandbox.call_function(_INSIDE, _ENTRY, inputs, timeout_s=left_s)
@@ -89,17 +82,17 @@ async def run_tests(
         problem = f"stopped for {ran.stopped_for.value}" if ran.stopped_for else ran.error or call.error
         if not problem and not (ran.ok and call.ok and await holds(partial(all_hold, test.conditions), call.value)):
             problem = "wrong value"
-        outcomes.append(TestOutcome(problem=problem, seconds=ran.duration_s))
-    return outcomes
+        problems.append(problem)
+    return problems
 
 
-def verdict(tests: Sequence[HiddenTest], outcomes: Sequence[TestOutcome], *, pays_share: bool) -> Reward:
+def verdict(tests: Sequence[HiddenTest], problems: Sequence[str], *, pays_share: bool) -> Reward:
     """Return 1 if all tests passed, else 0, with `pays_share` the fraction; terms `pass_rate` and `solved`."""
-    failed = [(test, outcome) for test, outcome in zip(tests, outcomes, strict=True) if outcome.problem]
+    failed = [f"{test.name}: {problem}" for test, problem in zip(tests, problems, strict=True) if problem]
     share = 1 - len(failed) / len(tests)
     solved = float(not failed)
-    detail = f"{failed[0][0].name}: {failed[0][1].problem}" if failed else ""
-    return Reward(value=share if pays_share else solved, terms={"pass_rate": share, "solved": solved}, detail=detail)
+    terms = {"pass_rate": share, "solved": solved}
+    return Reward(value=share if pays_share else solved, terms=terms, detail=failed[0] if failed else "")
 
 
 def no_answer(detail: str) -> Reward:

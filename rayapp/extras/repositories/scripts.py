@@ -147,8 +147,8 @@ async def judge_by_script(
     workdir: str,
     timeout_s: float,
     sentinels: Sequence[Sentinel] = (),
-) -> tuple[Reward, float]:
-    """Run `test.sh`; return the reward that it writes, and the seconds that it took.
+) -> Reward:
+    """Run `test.sh`; return the reward that it writes.
 
     Args:
         repository: path -> text of the files to write; None for a file to delete.
@@ -164,9 +164,9 @@ async def judge_by_script(
     ran = await sandbox.run_command(argv, timeout_s=timeout_s)
     told = " ".join(f"{ran.stdout}\n{ran.stderr}".split())[-_SHOWN_CHARS:]
     if ran.stopped_for is not None:
-        return replace(_reward(0.0, told), status=ran.stopped_for.value), ran.duration_s
+        return replace(_reward(0.0, told), status=ran.stopped_for.value)
     if ran.exit_code < 0:
-        return Reward.invalid("no_reward", f"tests/test.sh was ended by signal {-ran.exit_code}"), ran.duration_s
+        return Reward.invalid("no_reward", f"tests/test.sh was ended by signal {-ran.exit_code}")
     # Read reward.json only if a file of tests/ mentions it: otherwise the judged code may have written it.
     names_json = any(b"reward.json" in data for data in script.files.values())
     for path in rewards if names_json else rewards[1:]:
@@ -174,8 +174,8 @@ async def judge_by_script(
             text = await sandbox.read_file(path, max_bytes=_MAX_REWARD_BYTES)
         except FileNotFoundError:
             continue
-        return _read_reward(text, is_json=path.endswith(".json"), told=told), ran.duration_s
-    return Reward.invalid("no_reward", f"tests/test.sh wrote no reward: {told}"), ran.duration_s
+        return _read_reward(text, is_json=path.endswith(".json"), told=told)
+    return Reward.invalid("no_reward", f"tests/test.sh wrote no reward: {told}")
 
 
 async def run_solve_script(sandbox: Sandbox, files: Mapping[str, str], *, workdir: str, timeout_s: float) -> None:

@@ -28,9 +28,9 @@ from rayapp.core.errors import InputError, SandboxConfigError, SandboxProtocolEr
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
 from rayapp.extras.repositories.folder import TaskFolder, read_folder
-from rayapp.extras.repositories.grading import TestOutcome, no_answer, run_tests, verdict
+from rayapp.extras.repositories.grading import no_answer, run_tests, verdict
 from rayapp.extras.repositories.hidden_tests import HiddenTest
-from rayapp.extras.repositories.named_tests import NamedTests, PreparedTests, TestRun, named_verdict, passed_sentinels
+from rayapp.extras.repositories.named_tests import NamedTests, PreparedTests, named_verdict, passed_sentinels
 from rayapp.extras.repositories.scripts import (
     LINK_WORKDIR,
     SCRIPT_FAILURES,
@@ -294,13 +294,12 @@ class RepositoryTask:
 
     async def _judge(self, repository: Mapping[str, str | None], sandbox: Sandbox) -> Reward:
         tests = self.folder.tests
-        outcomes = await self.run_tests(repository, sandbox, tests)
-        return verdict(tests, outcomes, pays_share=self.folder.own.score == "share")
+        problems = await self._run_tests(repository, sandbox, tests)
+        return verdict(tests, problems, pays_share=self.folder.own.score == "share")
 
-    async def run_tests(
+    async def _run_tests(
         self, repository: Mapping[str, str | None], sandbox: Sandbox, tests: Sequence[HiddenTest]
-    ) -> list[TestOutcome]:
-        """Run hidden tests on the repository of `with_changes`."""
+    ) -> list[str]:
         folder = self.folder
         if folder.is_in_image:
             return await run_tests(
@@ -316,7 +315,7 @@ class RepositoryTask:
         self, repository: Mapping[str, str | None], sandboxes: SandboxSource, sentinels: Sequence[Sentinel] = ()
     ) -> Reward:
         async def judge(sandbox: Sandbox) -> Reward:
-            return (await self.judge_by_script(repository, sandbox, sentinels))[0]
+            return await self._judge_by_script(repository, sandbox, sentinels)
 
         return await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
 
@@ -359,15 +358,6 @@ class RepositoryTask:
         solution = self.with_changes(read_answer(await self.solve(sandboxes) or "") or {})
         with_it = await self._by_script(solution, sandboxes, (sentinel,))
         return with_it.value < 1.0 and (await self._by_script(solution, sandboxes)).value >= 1.0
-
-    async def run_named_tests(
-        self, tests: NamedTests, files: Mapping[str, str | None], sandbox: Sandbox, **options: Any
-    ) -> TestRun | Reward:
-        """Run the named tests; return an invalid reward if their patch does not apply."""
-        prepared = await self._prepared(tests, sandbox)
-        if isinstance(prepared, Reward):
-            return prepared
-        return await prepared.run(self._counted(tests, files), timeout_s=self.folder.timeout_s, **options)
 
     async def _by_named_tests(
         self, tests: NamedTests, files: Mapping[str, str | None], sandboxes: SandboxSource, seed: int
@@ -412,9 +402,11 @@ class RepositoryTask:
         found: list[Sentinel] = []
 
         async def judge(sandbox: Sandbox) -> Reward:
-            run = await self.run_named_tests(tests, files, sandbox, sentinels=sentinels)
-            if isinstance(run, Reward):
-                return run
+            prepared = await self._prepared(tests, sandbox)
+            if isinstance(prepared, Reward):
+                return prepared
+            changes = self._counted(tests, files)
+            run = await prepared.run(changes, timeout_s=self.folder.timeout_s, sentinels=sentinels)
             found[:] = passed_sentinels(sentinels, tests.names, run)
             return named_verdict(tests, run, pays_share=False)
 
@@ -447,16 +439,15 @@ class RepositoryTask:
         _, left_out = without_steering({path: base[path] for path in own if path in base}, own, told)
         return {path: text for path, text in own.items() if path not in left_out}
 
-    async def judge_by_script(
-        self, changed: Mapping[str, str | None], sandbox: Sandbox, sentinels: Sequence[Sentinel] = ()
-    ) -> tuple[Reward, float]:
-        """Run the folder's `test.sh`; return its reward, and the seconds that it took."""
+    async def _judge_by_script(
+        self, changed: Mapping[str, str | None], sandbox: Sandbox, sentinels: Sequence[Sentinel]
+    ) -> Reward:
         folder = self.folder
         assert folder.script is not None
         told = (folder.instruction, *folder.solution, *folder.solution.values())
         repository, left_out = without_steering(folder.repository, changed, told)
         is_in_image = folder.is_in_image and folder.script.image == folder.image
-        reward, seconds = await judge_by_script(
+        reward = await judge_by_script(
             sandbox,
             folder.script,
             self._changes(repository) if is_in_image else repository,
@@ -465,7 +456,7 @@ class RepositoryTask:
             sentinels=sentinels,
         )
         note = f"left out: {', '.join(left_out)}. " if left_out else ""
-        return replace(reward, detail=note + reward.detail), seconds
+        return replace(reward, detail=note + reward.detail)
 
 
 async def _together(runs: Sequence[Callable[[], Coroutine[Any, Any, _T]]], rng: random.Random) -> list[_T]:

@@ -13,12 +13,15 @@ import binascii
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.core.aio import run_until_done
 from rayapp.core.errors import ConfigError, SandboxError, first_line
-from rayapp.core.types import SandboxSpec
+from rayapp.core.types import ExecResult, SandboxSpec
+from rayapp.sandbox.pool.build import open_pool
 
 log = logging.getLogger(__name__)
 # Last part of the names of modules that train with GRPO or a similar algorithm.
@@ -28,7 +31,7 @@ _LABELS = ("experiment_name", "project_name", "default_local_dir", "rollout_data
 _UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001?")  # Output of a program that did not run, as launch.bash marks it.
 _BOX = "/tmp/box"
 _MOST_BYTES = 1 << 20
-TIMEOUT_S = 20.0
+LEASE_TIMEOUT_S, TIMEOUT_S = 120.0, 20.0
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW")
 _WITHOUT = "Give the overrides of its command without the script: --verl KEY=VALUE ..."
 
@@ -77,12 +80,9 @@ def _calls(path: Path, text: str, known: Mapping[str, str]) -> tuple[list[tuple[
     shown = {name: "hidden" if _SECRET.search(name) else value for name, value in named.items()}
     env = shown | {"HOME": known.get("HOME", "/root"), "PATH": "/usr/bin:/bin"}
     spec = SandboxSpec(env=tuple(env.items()), max_processes=64, own_files=True)
-    from rayapp.api.sandboxes import SandboxPool  # takes a second, and only scripts need it
-
     argv = ["bash", "-c", (Path(__file__).parent / "launch.bash").read_text(), "bash", str(path.resolve())]
     try:
-        with SandboxPool() as pool, pool.lease(spec) as box:
-            ran = box.run_command([*argv, str(Path.cwd())], timeout_s=TIMEOUT_S, stdin=text)
+        ran = run_until_done(_run([*argv, str(Path.cwd())], spec, text))
     except SandboxError as error:
         raise ConfigError(
             f"verl script {path}: bash can't run in a sandbox: {first_line(error)}. {_WITHOUT}"
@@ -94,6 +94,15 @@ def _calls(path: Path, text: str, known: Mapping[str, str]) -> tuple[list[tuple[
     code = lines.pop() if lines and lines[-1].startswith("exit ") else "no end"
     said = " ".join(ran.stderr.replace(_BOX, "").split())
     return list(_words(lines)), "" if code == "exit 0" else f" ({code}: {said})"
+
+
+async def _run(argv: Sequence[str], spec: SandboxSpec, text: str) -> ExecResult:
+    name = f"verl-script-{os.getpid()}"
+    async with (
+        open_pool(SandboxConfig().without_stock, name) as (sandboxes, _),
+        sandboxes.lease(spec, timeout_s=LEASE_TIMEOUT_S) as box,
+    ):
+        return await box.run_command(argv, timeout_s=TIMEOUT_S, stdin=text)
 
 
 def _words(lines: list[str]) -> Iterator[tuple[str, ...]]:

@@ -59,7 +59,6 @@ class LeasedSandbox:
 
     def loopback(self) -> AbstractAsyncContextManager[Loopback]:
         """Open the sandbox's loopback (`rayapp.sandbox.loopback`)."""
-        self.fate = Fate.DIRTY  # the relay program keeps running in the sandbox
         return loopback_of(self._inner)
 
     async def run_code(

@@ -121,8 +121,6 @@ class Stock:
     num_ended: int = 0
     num_strays_ended: int = 0
     num_soiled: int = 0
-    _lived_s: float = 0.0
-    _counted_at: float = field(default=0.0, init=False)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _stray_since: dict[str, float] = field(default_factory=dict)
     _calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_CALLS_AT_ONCE))
@@ -164,7 +162,7 @@ class Stock:
     async def _create(self, spec: SandboxSpec) -> None:
         wait_s = self.rules.create_timeout_s + self.rules.grace_s
         try:
-            # The provider ends a sandbox that arrives after this; a sweep ends one whose answer was lost.
+            # A sweep ends a sandbox that arrives after this, or whose answer was lost.
             async with asyncio.timeout(wait_s):
                 with self._asking():
                     sandbox = await self.provider.create(
@@ -205,7 +203,6 @@ class Stock:
             idle_since=now,
             state=StockState.CHECKING,
         )
-        self.lived_s()  # count the seconds that sandboxes have lived before their number changes
         self.supply.items[sandbox.connection.sandbox_id] = item
         self.num_created += 1
         self.supply.num_failed = 0
@@ -238,7 +235,6 @@ class Stock:
             # Leave the sandbox. A sweep will try to end it again; in the end the provider's own time limit ends it.
             self.supply.note(error, "kill")
         finally:
-            self.lived_s()
             self.supply.items.pop(sandbox_id, None)
             self.on_change()
 
@@ -251,18 +247,10 @@ class Stock:
             f"{prefix}/limit": float(supply.limit),
             f"{prefix}/created": float(self.num_created),
             f"{prefix}/ended": float(self.num_ended),
-            f"{prefix}/lived_s": self.lived_s(),
             f"{prefix}/strays_ended": float(self.num_strays_ended),
             f"{prefix}/soiled": float(self.num_soiled),
             **{f"{prefix}/failed_{kind}": float(count) for kind, count in supply.failures.items()},
         }
-
-    def lived_s(self) -> float:
-        """Return the seconds for which all sandboxes of this stock have lived: providers bill them."""
-        now = self.clock()
-        self._lived_s += len(self.supply.items) * (now - self._counted_at)
-        self._counted_at = now
-        return self._lived_s
 
     async def _kill(self, sandbox_id: str) -> None:
         """End a sandbox; try a few times. A SandboxError says that it may still be alive."""

@@ -1,27 +1,6 @@
 """What a package that extends rayapp may look like: one plug-in of each kind. Installed by tests as a wheel."""
 
-import rayapp
 from support.fake_sandboxes import FakeProvider
-
-DOUBLE = rayapp.CodingTask(
-    name="double",
-    prompt="Write double(x).",
-    func_name="double",
-    signature="def double(x):",
-    tests=("1", "2"),
-    reference="2 * x",
-)
-
-
-def short(data_source, solution_str, ground_truth, extra_info=None):
-    return -float(len(solution_str))
-
-
-class Dice(rayapp.ToolBase):
-    schema = rayapp.ToolSchema(name="roll")
-
-    async def execute(self, state, arguments):
-        return rayapp.ToolOutput(text="4")
 
 
 class Lines:
@@ -47,13 +26,3 @@ def plain(token_level_rewards, response_mask, index, config, **more):
 
 def provider(options):
     return FakeProvider(**options)
-
-
-class Doubting:
-    """Plays as the tool agent does."""
-
-    def __init__(self, tool_agent):
-        self.tool_agent = tool_agent
-
-    async def run(self, prompt, *, engine, sampling, request_id):
-        return await self.tool_agent.run(prompt, engine=engine, sampling=sampling, request_id=request_id)

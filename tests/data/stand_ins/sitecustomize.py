@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-PARSERS = "rayapp.engine.vllm_tool_parser"
+PARSERS = "rayapp.rollout.agent.vllm_tool_parser"
 
 
 class Finder:

@@ -1,4 +1,4 @@
-"""Found in place of `rayapp.engine.vllm_tool_parser`; tests/contracts/test_tool_parsers.py compares the two."""
+"""Found in place of `rayapp.rollout.agent.vllm_tool_parser`; tests/contracts/test_tool_parsers.py compares the two."""
 
 from support.hermes import HermesParser
 

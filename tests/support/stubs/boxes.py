@@ -63,15 +63,6 @@ class Box:
         self.processes.add(process)
         return process
 
-    async def feed(self, pid: int, data: bytes) -> bool:
-        """Write to a program's standard input. False if no program reads it."""
-        stdin = next((process.stdin for process in self.processes if process.pid == pid), None)
-        if stdin is None or stdin.is_closing():
-            return False
-        stdin.write(data)
-        await stdin.drain()
-        return True
-
     def stop(self, process: Process) -> None:
         """End a program, its group, and descendants in sessions of their own, as a machine's end would."""
         self.processes.discard(process)

@@ -9,7 +9,6 @@ import asyncio
 import json
 import math
 import time
-from asyncio.subprocess import PIPE
 from typing import Any
 
 from aiohttp import WSMsgType, web
@@ -20,6 +19,8 @@ from support.stubs.kernel import Kernel
 from support.stubs.server import Handler, StubServer
 
 API_KEY = "dtn_0000000000000000000000000000000000000000"
+SNAPSHOT = "small"
+"""The only one that exists, besides the default."""
 _CONTROL = ("drop", "lost", "429", "500", "502", "503", "hang", "garbage", "slow")
 _DATA = ("drop", "502", "hang", "garbage", "die", "slow")
 _TIMEOUT_CLOSE = 4008
@@ -30,17 +31,14 @@ class DaytonaStub(StubServer):
 
     Args:
         max_alive: quota; 0 is none.
-        snapshots: names that exist, besides the default.
     """
 
-    def __init__(
-        self, *, max_alive: int = 0, snapshots: tuple[str, ...] = ("small",), faults: Faults | None = None
-    ) -> None:
+    def __init__(self, *, max_alive: int = 0, faults: Faults | None = None) -> None:
         super().__init__(faults)
         self.max_alive = max_alive
         self.bodies: list[dict[str, Any]] = []
         """Body of every request that creates a sandbox."""
-        self._snapshots = snapshots
+
         self._kernels: dict[str, Kernel] = {}
         for method, path, call, handler in (
             ("POST", "/api/sandbox", "create", self._create),
@@ -55,10 +53,6 @@ class DaytonaStub(StubServer):
             ("POST", "/toolbox/{id}/process/execute", "execute", self._execute),
             ("POST", "/toolbox/{id}/files/bulk-upload", "write", self._upload),
             ("GET", "/toolbox/{id}/process/interpreter/execute", "session", self._session),
-            ("POST", "/toolbox/{id}/process/session", "shell", self._accepted),
-            ("POST", "/toolbox/{id}/process/session/{name}/exec", "start", self._start),
-            ("POST", "/toolbox/{id}/process/session/{name}/command/{pid}/input", "input", self._input),
-            ("GET", "/toolbox/{id}/process/session/{name}/command/{pid}/logs", "logs", self._logs),
         ):
             self.app.router.add_route(method, path, self.wrap(call, _DATA, self._with_key(handler)))
 
@@ -120,7 +114,7 @@ class DaytonaStub(StubServer):
         body = await request.json()
         self.bodies.append(body)
         snapshot = body.get("snapshot")
-        if snapshot and snapshot not in self._snapshots:
+        if snapshot and snapshot != SNAPSHOT:
             return self.fail(request, 404, f"Snapshot {snapshot} not found")
         if self.max_alive and len(self.boxes.living) >= self.max_alive:
             return self.fail(request, 403, f"Sandbox quota exceeded: maximum allowed is {self.max_alive}")
@@ -165,35 +159,6 @@ class DaytonaStub(StubServer):
         if box.ended.is_set():
             return self.fail(request, 502, "failed to proxy to the sandbox")
         return web.json_response({"exitCode": status, "result": out.decode(errors="replace")})
-
-    async def _start(self, request: web.Request) -> web.StreamResponse:
-        asked = await request.json()
-        if not (asked.get("runAsync") and asked.get("suppressInputEcho")):
-            return self.fail(request, 400, "this stub's sessions run in the background, and echo nothing")
-        process = await request["box"].start(["bash", "-c", asked["command"]], stdin=PIPE)
-        return web.json_response({"cmdId": str(process.pid)}, status=202)
-
-    async def _input(self, request: web.Request) -> web.StreamResponse:
-        data = (await request.json())["data"]
-        is_heard = await request["box"].feed(int(request.match_info["pid"]), data.encode())
-        return web.Response(status=204) if is_heard else self.fail(request, 410, "command has already completed")
-
-    async def _logs(self, request: web.Request) -> web.StreamResponse:
-        """Send a program's output, line by line, each stream with its mark, over a WebSocket."""
-        box: Box = request["box"]
-        process = next(each for each in box.processes if each.pid == int(request.match_info["pid"]))
-        socket = web.WebSocketResponse()
-        await socket.prepare(request)
-
-        async def pump(mark: bytes, stream: asyncio.StreamReader | None) -> None:
-            while stream is not None and (line := await stream.readline()):
-                await socket.send_bytes(mark + line)
-
-        await _until_gone(
-            socket, asyncio.gather(pump(b"\1\1\1", process.stdout), pump(b"\2\2\2", process.stderr)), timeout_s=None
-        )
-        await socket.close()
-        return socket
 
     async def _upload(self, request: web.Request) -> web.StreamResponse:
         path = ""

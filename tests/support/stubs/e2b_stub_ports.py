@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import struct
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -72,11 +72,8 @@ class Ports:
         asked = told["process"]
         answer = web.StreamResponse(headers={"Content-Type": "application/connect+json"})
         await answer.prepare(request)
-        process = await box.start(
-            [asked["cmd"], *asked.get("args", ())],
-            env=box.facts["env"] | asked.get("envs", {}),
-            stdin=PIPE if told.get("stdin") else DEVNULL,
-        )
+        env = box.facts["env"] | asked.get("envs", {})
+        process = await box.start([asked["cmd"], *asked.get("args", ())], env=env)
         try:
             await _send(answer, {"event": {"start": {"pid": process.pid}}})
             timeout_ms = float(request.headers.get("connect-timeout-ms") or 0)
@@ -92,12 +89,6 @@ class Ports:
             return await _end(answer, {"code": "deadline_exceeded", "message": "context deadline exceeded"})
         finally:
             box.stop(process)
-
-    async def send_input(self, request: web.Request, box: Box) -> web.StreamResponse:
-        asked = await request.json()
-        if await box.feed(asked["process"]["pid"], base64.b64decode(asked["input"]["stdin"])):
-            return web.json_response({})
-        return web.json_response({"code": "not_found", "message": "no such process"}, status=404)
 
     async def _stream(self, answer: web.StreamResponse, process: Process, *, is_cut: bool) -> None:
         async def pump(name: str, stream: asyncio.StreamReader | None) -> None:

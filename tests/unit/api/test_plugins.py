@@ -22,14 +22,10 @@ from rayapp.core import names as mechanism
 from rayapp.core.errors import ConfigError
 from rayapp.core.names import is_plugin, load_plugin
 from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
-from rayapp.rollout.agents import check_agent_name, player_of
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.trackers import make_trackers
 from rayapp.sandbox.providers import remote_providers
-from rayapp.tasks.custom_rewards import load_function
-from rayapp.tasks.loading import load_task
-from rayapp.testing.plugins import check_plugin, check_reward, check_task, check_tool
-from rayapp.tools.loading import load_class
+from rayapp.testing.plugins import check_estimator, check_loss, check_plugin
 
 SOURCE = Path(__file__).parents[2] / "data" / "plugin"
 METADATA = "Metadata-Version: 2.1\nName: pack-of-plugins\nVersion: 1.2\n"
@@ -62,18 +58,11 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_every_kind_is_found_by_name_where_names_that_ship_are() -> None:
-    assert load_task("double").name == "double"
-    assert load_function("short")("", "four", "4") == -4.0
-    assert load_class("dice", Path(), "here").__name__ == "Dice"
     settings = {
         "tracking": {"trackers": ["jsonl", "lines"]},
         "algorithm": {"adv_estimator": "plain", "policy_loss": "reinforce"},
-        "agent": {"name": "doubting"},
-        "tasks": ["double"],
     }
     assert rayapp.load_config(None, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
-    check_agent_name("doubting")
-    assert type(player_of("doubting", None)).__name__ == "Doubting"  # type: ignore[arg-type]
 
 
 def test_a_providers_options_reach_it() -> None:
@@ -110,48 +99,32 @@ def test_a_tracker_of_a_plug_in_gets_every_step(tmp_path: Path) -> None:
 
 def test_all_keep_the_contract_of_their_kind_and_doctor_names_a_broken_one() -> None:
     found = {each.name: each for each in mechanism.plugins()}
-    assert found.keys() >= {"double", "short", "dice", "lines", "reinforce", "plain", "mine", "doubting", "broken"}
+    assert found.keys() >= {"lines", "reinforce", "plain", "mine", "broken"}
     for name, plugin in found.items():
         if name != "broken":
             check_plugin(plugin)
 
     told = {finding.detail: finding.level for finding in _plugins()}
 
-    assert told["double of pack-of-plugins 1.2 (tasks)"] == "ok"
+    assert told["reinforce of pack-of-plugins 1.2 (losses)"] == "ok"
     broken = "plug-in broken of pack-of-plugins 1.2 is broken: pack_of_plugins:NOT_THERE can't be loaded"
     assert [level for detail, level in told.items() if detail.startswith(broken)] == ["note"]
     with pytest.raises(ConfigError, match=r"plug-in broken of pack-of-plugins 1\.2 is broken"):
-        load_task("broken")
+        load_plugin("losses", "broken")
 
 
 def test_a_name_that_nobody_has_is_told_with_the_nearest() -> None:
-    with pytest.raises(rayapp.UserError, match=r"no task 'dobule'; did you mean double\?"):
-        load_task("dobule")
     with pytest.raises(ConfigError, match=r"tracking.trackers: 'linse' is unknown; did you mean lines\?"):
         rayapp.load_config(None, ["tracking.trackers=[linse]"])
-    assert not is_plugin("tasks", "sort_numbers"), "it ships"
+    assert not is_plugin("losses", "vanilla"), "it ships"
     with pytest.raises(ConfigError, match="plug-in 'x': no installed package"):
         load_plugin("losses", "x")
 
 
 def test_what_does_not_keep_a_contract_is_told() -> None:
-    class Silent:
-        name = "silent"
-
-        def render(self, tokenizer: object) -> None: ...
-
-        async def score(self, *arguments: object, seed: int) -> float:
-            return 1.0
-
-    with pytest.raises((AssertionError, AttributeError)):
-        check_task(Silent())
-    with pytest.raises(AssertionError, match="a reward must be a function"):
-        check_reward(4)
-    with pytest.raises(rayapp.RayappError, match="raised KeyError"):
-        check_reward(lambda **_: {}["score"])
-
-    class Nameless(rayapp.ToolBase):
-        schema = rayapp.ToolSchema(name="")
-
-    with pytest.raises(AssertionError, match="a tool's schema must have a name"):
-        check_tool(Nameless)
+    with pytest.raises(AssertionError, match="a loss must be a function"):
+        check_loss(4)
+    with pytest.raises(AssertionError, match="a loss must take the arguments old_log_prob"):
+        check_loss(lambda log_prob, advantages, response_mask: log_prob)
+    with pytest.raises(AssertionError, match="not sampled must have advantage 0"):
+        check_estimator(lambda response_mask, **_: (response_mask + 1, response_mask))

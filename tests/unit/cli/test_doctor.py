@@ -289,7 +289,7 @@ def test_a_row_that_cannot_be_scored_is_found_in_the_data(tiny_model: Path, tmp_
 
 def test_a_judge_that_is_not_there_or_has_no_key_is_found_before_money_is_spent(model: Path) -> None:
     rubric = {"right": "It is right."}
-    judge = {"name": "q", "base_url": "http://127.0.0.1:9/v1", "model": "m", "rubric": rubric, "max_retries": 0}
+    judge = {"name": "q", "base_url": "http://127.0.0.1:9/v1", "model": "m", "rubric": rubric}
     config = {"model": {"path": str(model)}, "reward": {"judges": {"q": 1.0}}}
 
     found = problems(config | {"judges": [judge]})["judges"]

@@ -18,34 +18,20 @@ from rayapp.core.errors import BudgetSpentError, RunFolderError
 from rayapp.driver import budget
 from rayapp.driver.budget import FILE, Costs, counting
 
-PRICES = BudgetSection(gpu_hour=3.6, node_hour=0.36, sandbox_second={"e2b": 0.5})
+PRICES = BudgetSection(gpu_hour=3.6, node_hour=0.36)
 
 
-async def pool() -> dict[str, float]:
-    return {"sandbox/e2b/lived_s": 2.0}
-
-
-def test_gpus_nodes_and_sandboxes_cost_their_seconds(tmp_path: Path) -> None:
+def test_gpus_and_nodes_cost_their_seconds(tmp_path: Path) -> None:
     costs = Costs.open(PRICES, 8, tmp_path)
-    costs.tick(10.0, 2, {"sandbox/e2b/lived_s": 3.0, "sandbox/daytona/lived_s": 9.0})
-    costs.tick(10.0, 2, {"sandbox/e2b/lived_s": 7.0})
+    costs.tick(10.0, 2)
+    costs.tick(10.0, 2)
 
-    assert costs.metrics() == pytest.approx(
-        {"cost/total": 0.16 + 0.004 + 3.5, "cost/gpu": 0.16, "cost/node": 0.004, "cost/sandbox/e2b": 3.5}
-    )
-
-
-def test_a_pool_that_was_started_again_is_counted_from_its_start(tmp_path: Path) -> None:
-    costs = Costs.open(PRICES, 0, tmp_path)
-    for lived_s in (10.0, 4.0, 5.0):
-        costs.tick(0.0, 0, {"sandbox/e2b/lived_s": lived_s})
-
-    assert costs.spent["sandbox/e2b"] == pytest.approx((10 + 4 + 1) * 0.5)
+    assert costs.metrics() == pytest.approx({"cost/total": 0.16 + 0.004, "cost/gpu": 0.16, "cost/node": 0.004})
 
 
 def test_a_resumed_run_goes_on_from_the_sum_of_the_killed_one(tmp_path: Path) -> None:
     first = Costs.open(PRICES, 1, tmp_path, warmup=2.0)
-    first.tick(1000.0, 0, {})
+    first.tick(1000.0, 0)
     first.step_metrics({"judged/dollars": 0.25})
     first.save()
     second = Costs.open(PRICES, 1, tmp_path, warmup=2.0)
@@ -71,11 +57,11 @@ async def test_the_run_warns_before_the_cap_and_is_cancelled_at_it(
 ) -> None:
     # Each tick takes 0.1 s, however busy the machine is.
     monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=partial(next, itertools.count(0.0, 0.1))))
-    prices = BudgetSection(sandbox_second={"e2b": 4.0}, node_hour=36_000.0, cap=10.0)
+    prices = BudgetSection(node_hour=36_000.0, cap=10.0)
     costs, notes, was_cancelled = Costs.open(prices, 0, tmp_path), list[str](), False
     with pytest.raises(BudgetSpentError, match=r"the run has cost 1\d\.\d\d .*reaches budget\.cap = 10"):
         async with counting(costs, lambda: 1, notes.append, tick_s=0.01) as on_lease:
-            on_lease(pool)
+            on_lease()
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
@@ -107,7 +93,7 @@ async def test_the_wait_for_gpus_costs_nothing(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         assert (num_looks, costs.total) == (0, 0.0)
         leased_at = time.monotonic()
-        on_lease(pool)
+        on_lease()
         while not costs.total:
             await asyncio.sleep(0.01)
     assert costs.total <= time.monotonic() - leased_at  # a node costs 1 a second
@@ -125,11 +111,11 @@ def test_the_last_of_two_saves_at_once_is_the_one_that_stays(tmp_path: Path, mon
 
     monkeypatch.setattr(budget, "write_text", slow)
     costs = Costs.open(PRICES, 1, tmp_path)
-    costs.tick(1000.0, 0, {})
+    costs.tick(1000.0, 0)
     with ThreadPoolExecutor(2) as threads:
         of_the_tick = threads.submit(costs.save)
         assert is_writing.wait(60)
-        costs.tick(1000.0, 0, {})
+        costs.tick(1000.0, 0)
         at_the_end = threads.submit(costs.save)
         wait([at_the_end], timeout=0.2)  # without a lock it would be done now
         may_write.set()

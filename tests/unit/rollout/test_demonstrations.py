@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from rayapp.core.errors import InputError
 from rayapp.core.types import Trajectory
 from rayapp.rollout import demonstrations
 from rayapp.rollout.demonstrations import read_demonstrations
+from rayapp.storage.base import hash_bytes
+from rayapp.storage.models.tokenizer import load_tokenizer
+from support.picture_models import picture, save_picture_model
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -249,3 +253,41 @@ def test_a_quoted_tag_in_a_content_is_never_torn_into_a_thought(read: Read, chat
     tearing = ARGUMENTS.replace("{{ m.content or '' }}", "{{ (m.content or '').split('</think>')[-1] }}")
     with pytest.raises(InputError, match="takes a </think> in its content for the end of a thought"):
         read(row, template=tearing)
+
+
+def pictured_rows(tmp_path: Path, *rows: Any, **data: Any) -> tuple[Any, demonstrations.Demonstrations]:
+    """Read rows as a model that reads pictures does. Return its tokenizer and the demonstrations."""
+    model = save_picture_model(tmp_path / "model", "qwen2_5_vl")
+    (tmp_path / "blue.png").write_bytes(picture((0, 0, 255)))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    warmup = {"num_steps": 1, "files": [str(tmp_path / "rows.jsonl")], "max_tokens": 300}
+    config = Config.model_validate({"model": {"path": str(model)}, "warmup": warmup, "data": data})
+    return load_tokenizer(config.model), read_demonstrations(config, config.warmup.files)
+
+
+def test_pictures_of_a_conversation_are_read_and_not_learned(tmp_path: Path) -> None:
+    red = f"data:image/png;base64,{base64.b64encode(picture(size=(112, 56))).decode()}"
+    asked = [{"role": "user", "content": "<image>Which?"}, ANSWER, {"role": "user", "content": "And <image>?"}, SECOND]
+    tokenizer, found = pictured_rows(
+        tmp_path, {"messages": asked, "images": [red, "blue.png"]}, {"messages": [ASK, ANSWER]}
+    )
+
+    with_pictures, plain = found.rows
+    assert text(tokenizer, with_pictures, learned=True) == "4<|im_end|>6<|im_end|>"
+    told = text(tokenizer, with_pictures, learned=False)
+    assert told.count("<|vision_start|>" + "<|image_pad|>" * 8 + "<|vision_end|>Which?") == 1
+    assert told.count("And <|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>?") == 1
+    wide, blue = picture(size=(112, 56)), picture((0, 0, 255))
+    assert [each.sha256 for each in with_pictures.media] == [hash_bytes(wide), hash_bytes(blue)]
+    assert found.pictures == {hash_bytes(wide): wide, hash_bytes(blue): blue}
+    assert plain.media == ()
+
+
+def test_rows_whose_pictures_cannot_be_placed_are_named(read: Read, tmp_path: Path) -> None:
+    conversation = {"messages": [ASK, ANSWER], "images": ["blue.png"]}
+    with pytest.raises(InputError, match=r"rows\.jsonl: row 0: the row has images, which need a model"):
+        read(conversation)
+    with pytest.raises(InputError, match="row 0: the row has images, which need messages"):
+        pictured_rows(tmp_path, {"prompt": "2+2=", "completion": "4", "images": ["blue.png"]})
+    with pytest.raises(InputError, match=r"row 0: picture .*lost\.png can't be read"):
+        pictured_rows(tmp_path, conversation | {"images": ["lost.png"]})

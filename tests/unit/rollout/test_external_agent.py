@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import re
 import sys
 import tempfile
@@ -45,7 +44,6 @@ from rayapp.tasks.verdict import PLAIN
 from rayapp.testing.engine import ScriptedEngine
 from support import make
 from support.fake_sandboxes import FakeProvider
-from support.stubs.server import StubServer
 from support.timing import lives, until
 
 PROGRAM = textwrap.dedent(
@@ -439,7 +437,7 @@ OF_MCP = {"providers": [{"type": "mcp", "url": "http://h/mcp"}]}
         ({"name": "external_agent", "external": {"command": ["a"], "entry": "b:c"}}, {}, "both a command and an entry"),
         ({"external": {"command": ["a"]}}, {}, "agent.name is auto, which doesn't use it"),
         ({**INSIDE_ONE, "external": {"entry": "a:b", "inside": True}}, {}, "only a command can run in a sandbox"),
-        (INSIDE_ONE, {"sandbox": OF_MCP}, "from sandboxes of mcp. Use only local, e2b and daytona"),
+        (INSIDE_ONE, {"sandbox": OF_MCP}, "from sandboxes of mcp. Use local in"),
         (INSIDE_ONE, {}, "sandbox.lease_ttl_s is 600, but an agent inside a sandbox needs a lease of"),
         (AN_AGENT, {"learner": {"share_prefixes": False}}, "may fork, and learner.share_prefixes is false"),
         ({**AN_AGENT, "tool_file": "t.yaml"}, {}, "an external agent has tools of its own"),
@@ -475,68 +473,6 @@ async def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
     with pytest.raises(InputError, match="external agents get only text"):
         row = replace(ROW, messages=({"role": "user", "content": [{"type": "image"}]},))
         await agent.prompt(problem_of_row(row, AnswerRewards()))
-
-
-REMOTE = """
-    import openai
-    client = openai.OpenAI(timeout=30)
-    asked = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
-    say = lambda **more: client.chat.completions.create(**asked, **more)
-    parts = [chunk.choices[0].delta.content or "" for chunk in say(stream=True) if chunk.choices]
-    open("solution.py", "w").write("def double(x):\\n    return " + "".join(parts))
-    task = json.load(open(os.environ["RAYAPP_TASK_FILE"]))["task"]
-    print(say().choices[0].message.content, task, os.listdir("notes"))
-    """
-
-
-@asynccontextmanager
-async def remote_service(kind: str) -> AsyncIterator[tuple[StubServer, SandboxConfig]]:
-    """A provider's service on loopback, and the configuration that names it."""
-    module = importlib.import_module(f"support.stubs.{kind}_stub")
-    stub: StubServer = module.E2BStub() if kind == "e2b" else module.DaytonaStub()
-    async with stub.running() as url:
-        address = {"api_url": url, "sandbox_url": url} if kind == "e2b" else {"api_url": f"{url}/api"}
-        section = {"type": kind, "api_key_env": "RAYAPP_TEST_KEY", "creations_per_s": 2.0, **address}
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("RAYAPP_TEST_KEY", module.API_KEY)
-            yield stub, SandboxConfig.model_validate({"providers": [section]})
-    assert not stub.boxes.living
-
-
-@pytest.mark.parametrize("kind", ["e2b", "daytona"])
-async def test_an_agent_in_a_remote_sandbox_reaches_the_policy_and_its_sandbox_is_deleted(
-    bench: Any, kind: str
-) -> None:
-    b: Bench = bench("2 * x", "sure")
-    command = [sys.executable, "agent.py"]
-    async with (
-        remote_service(kind) as (stub, config),
-        running(b, REMOTE, INSIDE, config=config, command=command, answer_file="solution.py") as (agent, sandboxes),
-    ):
-        played = await b.play(problem_of_task(TASK, PLAIN), agent, sandboxes, group_size=2)
-        assert stub.boxes.num_created >= 2
-
-    assert played.summary.rewards.tolist() == [1.0, 1.0], played.first.reward.detail
-    assert played.first.agent_output.splitlines()[0] == "sure double ['read.me']"
-    assert [turn.text for turn in played.first.turns] == ["2 * x", "sure"]
-
-
-async def test_a_remote_agent_that_breaks_its_way_out_fails_at_once(bench: Any) -> None:
-    kill = """
-        import time
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:  # of this sandbox alone: a stub's are processes of this machine
-                is_here = os.readlink(f"/proc/{pid}/cwd") == os.path.dirname(os.environ["HOME"])
-                if is_here and "main('rayapp-" in open(f"/proc/{pid}/cmdline").read():
-                    os.kill(int(pid), 9)
-            except OSError:
-                continue
-        time.sleep(600)
-        """
-    async with remote_service("e2b") as (_, config):
-        played = await row_played(bench("#### 42"), kill, INSIDE, config=config, command=[sys.executable, "agent.py"])
-
-    assert "the relay in the sandbox has ended" in played.first.reward.detail
 
 
 @pytest.mark.usefixtures("namespaces")

@@ -205,8 +205,7 @@ async def test_a_source_has_its_own_judges_which_are_asked_before_anything_is_sa
 ) -> None:
     stub = JudgeStub(lambda text: min(10, len(text)))
     async with stub.running() as url:
-        judge = {"name": "q", "base_url": f"{url}/v1", "model": "m", "max_retries": 0,
-                 "rubric": {"long": "It is long."}}  # fmt: skip
+        judge = {"name": "q", "base_url": f"{url}/v1", "model": "m", "rubric": {"long": "It is long."}}
         config = config_of(
             tiny_model,
             {"name": "judged", "tasks": letter_tasks, "reward": {"judges": {"q": 2.0}, "verdict_weight": 0.5}},

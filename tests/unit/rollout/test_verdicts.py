@@ -9,8 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,9 +28,8 @@ from rayapp.extras.environments.agent import EpisodePlayer, EpisodeTool
 from rayapp.extras.environments.files import EnvironmentTask, OpenEnvEnvironment
 from rayapp.extras.judges.judging import Judging
 from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.agents import LoopAgent, OneTurn, Player
+from rayapp.rollout.agents import LoopAgent, OneTurn
 from rayapp.rollout.problem import Agent, Problem, problem_of_environment, problem_of_row, problem_of_task, prompted
-from rayapp.rollout.recorder import AgentPrompt
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
@@ -225,21 +223,6 @@ class Bench:
     async def tool(self, act: Act, where: str) -> Asked:
         return await self.row(AnswerRewards(weights=Weights(tool=1.0)), Hostile(act, where))
 
-    async def player(self, act: Act) -> Asked:
-        """A plug-in that plays with the process's loop, and is hostile if the policy said "bad"."""
-        loop = make.agent_loop(self.tokenizer, [Hostile(raising(KeyError()), "nowhere")])
-
-        async def run(prompt: AgentPrompt, **asked: Any) -> Any:
-            played = await loop.run(prompt, **asked)
-            if "bad" not in played.completion_text:
-                return played
-            found = act()
-            return found if found is None or isinstance(found, str) else replace(played, tool_rewards={"x": found})
-
-        asked = await self.row(AnswerRewards())
-        cast(LoopAgent, asked.agent)._players["tool_agent", ()] = cast(Player, SimpleNamespace(run=run))
-        return asked
-
     async def environment(self, act: Act, where: str) -> Asked:
         environment = OpenEnvEnvironment.model_validate(
             {"name": "e", "folder": ".", "environment": "openenv", "url": "http://e"}
@@ -275,7 +258,6 @@ KINDS: dict[str, Callable[[Bench, Act], Any]] = {
     "tool wait": partial(Bench.tool, where="wait"),
     "tool verdict": partial(Bench.tool, where="verdict"),
     "tool release": partial(Bench.tool, where="release"),
-    "plug-in": Bench.player,
     "environment call": partial(Bench.environment, where="call"),
     "environment verdict": partial(Bench.environment, where="verdict"),
 }
@@ -288,8 +270,6 @@ async def test_what_code_of_others_raises_or_returns_costs_its_own_trajectory(ki
     bench = Bench(chat_tokenizer)
     bench.calls = kind.startswith(("tool", "environment"))
     for name, act in HOSTILE.items():
-        if kind == "plug-in" and name in ("[1.0]", "None"):
-            continue  # of no played's form, as "1" is
         trajectories = await bench.play(await KINDS[kind](bench, act))
         bad, others = trajectories[BAD], [each for each in trajectories if each is not trajectories[BAD]]
         assert all(each.reward.valid for each in others), (kind, name)

@@ -36,7 +36,8 @@ from rayapp.storage.settings import Transfer, settings_from_environment
 from support.ports import free_port
 from support.runs import hostile_group
 from support.storage.faulty_proxy import Fault
-from support.storage.threads import ProxyThread, wait_until
+from support.storage.threads import ProxyThread
+from support.timing import wait_until
 
 BUCKET = "runs"
 

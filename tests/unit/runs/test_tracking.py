@@ -34,7 +34,7 @@ from rayapp.runs.tracking.console import (
 from rayapp.runs.tracking.metrics import JsonlTracker, MismatchWatch, read_metrics, summarize_step, warning_of
 from rayapp.runs.tracking.trackers import RunTracker
 from support import make
-from support.storage.threads import wait_until
+from support.timing import wait_until
 
 ROOT = Path(__file__).parents[3]
 METRICS = {

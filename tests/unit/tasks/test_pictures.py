@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import struct
-import zlib
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.request import build_opener
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,11 +18,11 @@ import pytest
 from rayapp.core.errors import InputError
 from rayapp.core.types import Media, Picture
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import MAX_PIXELS, compact, from_data_uri
-from rayapp.tasks.data.pictures import PictureFiles, PictureRows, with_parts
+from rayapp.storage.media import compact, from_data_uri
+from rayapp.tasks.data.pictures import PictureFiles, PictureRows, _Http, _Https, with_parts
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
-from support.picture_models import picture
+from support.picture_models import bomb, picture
 
 PLACEHOLDER = 7
 
@@ -113,17 +113,6 @@ def test_a_mark_in_a_row_without_pictures_is_text() -> None:
     assert with_parts([message], 0) == (message,)
 
 
-def bomb() -> bytes:
-    """A PNG of few bytes that says it has more pixels than are allowed."""
-    side = int(MAX_PIXELS**0.5) + 100
-    head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
-
-
 def test_rows_with_unusable_pictures_are_left_out_and_counted_with_their_reasons(tmp_path: Path) -> None:
     good = row(images=[stored(picture(size=(4, 4)))])
     bad = [
@@ -210,3 +199,13 @@ def test_the_command_shows_a_row_and_writes_its_pictures(tmp_path: Path, capsys:
     assert told[1:3] == ["data_source: openai/gsm8k", "ground_truth: 1"]
     assert (tmp_path / "seen" / "row0-0.png").read_bytes() == picture(size=(4, 6))
     assert run(["data", "view", str(path), "--row", "1"]) == 2
+
+
+def test_an_address_of_a_private_host_is_not_fetched_and_none_without_tls(tmp_path: Path) -> None:
+    files = PictureFiles(tmp_path / "cache", fetches=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"https://127.0.0.1:{server.getsockname()[1]}/a.png"
+        with pytest.raises(InputError, match=r"can't be fetched: .*127\.0\.0\.1, which is not public"):
+            files.read(url, tmp_path)
+    with pytest.raises(OSError, match="only https:// addresses are fetched"):
+        build_opener(_Https, _Http).open("http://example.com/a.png")

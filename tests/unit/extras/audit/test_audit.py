@@ -16,8 +16,7 @@ from rayapp.cli.main import run
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.extras.audit.checks import TaskReport, audit
-from rayapp.extras.audit.hunt import holds_expression, places_of
+from rayapp.extras.audit.checks import TaskReport, audit, holds_expression
 from rayapp.extras.audit.subject import Attempt, Subject
 from rayapp.extras.audit.subjects import coding_subject, subjects_of, task_subject
 from rayapp.extras.generators.reasoning_gym import GeneratedTask
@@ -71,9 +70,9 @@ async def test_a_sound_task_has_no_finding(sandboxes: SandboxSource) -> None:
         ({"tests": ("0",), "reference": "0"}, "trivial: `return x` earns 1.00, more than 0.5"),
         ({"reference": "None"}, "nothing: a function that does nothing earns 1"),
         ({"demonstrations": [SOLUTION.replace("x + x", "x")]}, "solution: the solution fails 2 of 2 times: it earns 0"),
-        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "/src/done.py in the agent's sandbox"),
+        ({"files": {"src/done.py": SOLUTION}, "demonstrations": [SOLUTION]}, "src/done.py in the agent's workspace"),
         ({"prompt": f"Write this:\n{SOLUTION}", "demonstrations": [SOLUTION]}, "oracle: the prompt contains text"),
-        ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: all tests (slowest: test 1, 4"),
+        ({"demonstrations": [SLOW], "timeout_s": 4.2, "tests": ("4",)}, "slow: the verdict on the solution takes"),
     ],
     ids=["a guess is right", "a constant", "nothing is right", "wrong", "in a file", "in the prompt", "slow"],
 )  # fmt: skip
@@ -159,7 +158,7 @@ async def test_rows_of_code_are_audited_as_they_would_be_scored(sandboxes: Sandb
     assert (good.solution, good.cheats, good.findings) == ("2/2", "0/11", ())
     (told,) = wrong.findings
     assert told.check == "solution"
-    assert "test 2, input '30 4\\n': wrong output" in told.detail
+    assert "the solution fails 2 of 2 times: it earns 0 (scored: wrong output: input '30 4\\n'" in told.detail
     assert [finding.check for finding in constant.findings] == ["trivial"]
     assert (constant.trivial, constant.trivial_answer) == (1.0, "print('0')")
 
@@ -208,33 +207,6 @@ async def test_the_command_prints_json_and_exits_with_1_on_a_finding(
 )
 async def test_a_short_solution_in_the_prompt_is_told_white_space_aside(prompt: str, is_told: bool) -> None:
     assert holds_expression(prompt, "x ** 3") is is_told
-
-
-ORACLE = """
-def total(values):
-    result = 0
-    for number, value in enumerate(values):
-        if value is not None and number % 2 == 0:
-            result += value * 17
-    return result
-"""
-RENAMED = ORACLE.replace("total", "f").replace("values", "xs").replace("result", "r").replace("number", "i")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        f"# notes\n{ORACLE}\n# end",
-        ORACLE.replace(" ", "  ").replace("\n", "\n\n"),
-        f"import os\n{RENAMED}",
-    ],
-    ids=["verbatim", "other white space", "renamed"],
-)
-async def test_a_leak_is_found_in_any_of_its_forms(text: str) -> None:
-    other = {"other.py": ORACLE.replace("17", "18"), "prose.txt": "The total of all values, times seventeen. " * 20}
-
-    assert places_of([ORACLE], {"leak.txt": text, **other}) == ["leak.txt"]
-    assert places_of([ORACLE[1:]], {"leak.py": RENAMED}, public=[ORACLE]) == []
 
 
 def test_an_audit_is_a_gate_with_a_list_of_the_tasks_that_it_keeps(

@@ -67,15 +67,22 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Any:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     @asynccontextmanager
     async def opened(
-        *, key: str = "", weight: float = 1.0, verdict_weight: float = 0.5, num_sharing: int = 1, **judge: Any
+        *,
+        key: str = "",
+        weight: float = 1.0,
+        verdict_weight: float = 0.5,
+        num_sharing: int = 1,
+        retries: int = 1,
+        **judge: Any,
     ) -> AsyncIterator[Desk]:
+        monkeypatch.setattr("rayapp.config.other_models.JUDGE_RETRIES", retries)
         stub = JudgeStub(length, key=key)
         async with stub.running() as url:
             kind = judge.get("kind", "rubric")
-            section = {"name": "quality", "base_url": f"{url}/v1", "model": "m", "max_retries": 1, "timeout_s": 5}
+            section = {"name": "quality", "base_url": f"{url}/v1", "model": "m", "timeout_s": 5}
             section |= {"rubric": RUBRIC} if kind != "reward_model" else {}
             reward = {"judges": {"quality": weight}, "verdict_weight": verdict_weight}
             own = {"run": {"output_dir": str(tmp_path)}, "tasks": ["rows.parquet"], "reward": reward}
@@ -295,9 +302,9 @@ async def test_an_answer_between_fences_or_after_thoughts_is_read() -> None:
 
 
 async def test_a_server_that_is_not_there_or_does_not_answer_is_told_apart(desk: Any) -> None:
-    async with desk(base_url="http://127.0.0.1:9/v1", max_retries=0) as at:
+    async with desk(base_url="http://127.0.0.1:9/v1", retries=0) as at:
         assert (await at.score("abc")).failure_kind == "judge_unreachable"
-    async with desk(timeout_s=2.0, max_retries=1) as at:
+    async with desk(timeout_s=2.0) as at:
         at.stub.latency_s = 60.0
         assert (await at.score("abc")).failure_kind == "judge_timeout"
         assert len(at.stub.bodies) == 2
@@ -316,7 +323,7 @@ async def test_a_judge_without_weight_is_recorded_and_its_failure_costs_nothing(
 
 async def test_what_may_pass_is_tried_again_by_nobody_of_the_process_before_its_time(desk: Any) -> None:
     loop = asyncio.get_running_loop()
-    async with desk(max_retries=2, max_concurrent=4) as at:
+    async with desk(retries=2, max_concurrent=4) as at:
         at.stub.failures.extend([(503, "busy", {"Retry-After": "0.01"}), (429, "slowly", {"Retry-After": "0.2"})])
         began = loop.time()
         reward = await at.score("abc")
@@ -477,7 +484,7 @@ def test_a_run_goes_on_with_another_server_of_its_judge_but_not_with_another_rub
     stored = tmp_path / "config.yaml"
     stored.write_text(to_yaml(Config.model_validate(judged())))
 
-    check_same_training(Config.model_validate(judged(base_url="http://other/v1", max_retries=9)), stored)
+    check_same_training(Config.model_validate(judged(base_url="http://other/v1", timeout_s=9.0)), stored)
     with pytest.raises(RunFolderError, match=r"judges\[0\].model"):
         check_same_training(Config.model_validate(judged(model="other")), stored)
 

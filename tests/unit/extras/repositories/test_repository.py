@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -526,24 +527,34 @@ async def findings(sandboxes: SandboxSource, task: RepositoryTask) -> list[str]:
 
 
 @real
-@pytest.mark.parametrize(
-    "leak",
-    [
-        lambda folder: (folder / "tests" / "test_hidden.py").read_text(),
-        lambda folder: (folder / "solution" / "stats.py").read_text().replace("ordered", "xs").replace("middle", "m"),
-    ],
-    ids=["hidden tests", "the solution with other names"],
-)
+@pytest.mark.parametrize("leak", ["tests/test_hidden.py", "solution/stats.py"])
 async def test_an_audit_tells_a_leak_in_the_repository_itself(
-    sandboxes: SandboxSource, folder: Path, leak: Callable[[Path], str]
+    sandboxes: SandboxSource, folder: Path, leak: str
 ) -> None:
     (folder / "environment" / ".cache").mkdir()
-    (folder / "environment" / ".cache" / "old.txt").write_text(leak(folder))
+    (folder / "environment" / ".cache" / "old.txt").write_text((folder / leak).read_text())
 
     (told,) = await findings(sandboxes, load_repository(folder, "mine"))
 
     assert told.startswith("oracle: ")
-    assert ".cache/old.txt in the agent's sandbox contains text" in told
+    assert ".cache/old.txt in the agent's workspace contains text" in told
+
+
+@real
+async def test_an_audit_tells_a_solution_whose_tests_take_most_of_their_time(
+    sandboxes: SandboxSource, folder: Path
+) -> None:
+    (folder / "tests" / "test_hidden.py").write_text(
+        "from stats import mean\n\n"
+        "def test_slow():\n    __import__('time').sleep(1.2)\n    assert mean([1, 3]) == 2\n\n"
+        "def test_as_slow():\n    __import__('time').sleep(1.2)\n    assert mean([1, 5]) == 3\n"
+    )
+    toml = folder / "task.toml"
+    toml.write_text(re.sub(r"timeout_sec = \S+", "timeout_sec = 4.5", toml.read_text()))
+
+    found = await findings(sandboxes, load_repository(folder, "mine"))
+
+    assert any(line.startswith("slow: the verdict on the solution takes") for line in found), found
 
 
 @real

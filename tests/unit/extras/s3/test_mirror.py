@@ -29,7 +29,8 @@ from rayapp.storage.settings import S3Settings, Transfer
 from support.ports import free_port
 from support.storage.faulty_proxy import Fault
 from support.storage.moto_server import KEY, REGION, SECRET, MotoServer
-from support.storage.threads import ProxyThread, wait_until
+from support.storage.threads import ProxyThread
+from support.timing import wait_until
 
 TRANSFER = Transfer(max_attempts=2, connect_timeout_s=2, read_timeout_s=20)
 QUICK = Patience(look_every_s=0.05, beat_every_s=0.1, lease_s=30.0, settle_s=0.05, finish_s=0.5)

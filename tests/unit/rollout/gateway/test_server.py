@@ -169,7 +169,7 @@ async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> No
         ({"frequency_penalty": 0.5}, "frequency_penalty 0.5"),
         ({"top_logprobs": 2}, "top_logprobs 2 is not supported"),
         ({"n": 0}, "n must be an integer of at least 1"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the policy reads only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must have its bytes in base64"),
         ({"messages": [{"role": "robot", "content": ""}]}, "role must be system, developer, user, assistant or tool"),
         ({"messages": []}, "the last message must have the role user or tool"),
         ({"tools": [{"type": "web_search"}]}, "only tools of type function"),

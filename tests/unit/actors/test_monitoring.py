@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
+from actors.operator_metrics import BY_NAME, METRICS, Sample, of_step, samples
 from rayapp.driver.group_rules import FailureBudget
 from rayapp.engine.vllm_output import EngineLoad
 from rayapp.runs.tracking.metrics import summarize_step
-from rayapp.runs.tracking.operator_metrics import BY_NAME, METRICS, Sample, of_step, samples
 from rayapp.sandbox.pool.pool import PoolStats
 from scripts.monitoring.alerts import ALERTS, rule_file
 from scripts.monitoring.dashboard import ROWS, dashboard, queries
