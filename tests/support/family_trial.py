@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rayapp.config.config import Config, with_values
@@ -30,6 +32,7 @@ from rayapp.learner.family import persistent_buffers
 from rayapp.learner.state.export import export_hf, sent_weights
 from rayapp.learner.step import PolicyLearner
 from rayapp.learner.supervised import log_probs_of
+from rayapp.storage.models.nf4 import rounded
 from support import make
 from support.learners import learner_alone, take_step
 
@@ -69,6 +72,14 @@ def save_tiny(architecture: Any, folder: Path, *, seed: int = 0) -> None:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(folder)
+
+
+def rounded_copy(model: Path, folder: Path) -> Path:
+    """Return a copy of the model that has weights rounded to NF4, in float32."""
+    shutil.copytree(model, folder)
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: rounded(name, t).float() for name, t in tensors.items()}, folder / "model.safetensors")
+    return folder
 
 
 def randomize(causal_lm: Any, *, seed: int) -> None:

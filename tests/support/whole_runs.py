@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -46,3 +47,11 @@ def wait_until(
 ) -> None:
     """Return when the condition holds; AssertionError with what `output` returns if the process ends before."""
     timing.wait_until(reached, output, process=process, timeout_s=timeout_s)
+
+
+def lives(process: psutil.Process) -> bool:
+    """Return True while the process runs; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -251,6 +251,16 @@ async def test_a_run_that_is_stopped_in_the_middle_of_a_step_saves_nothing_under
     assert "stopped in the middle of step 4" in caplog.text
 
 
+async def test_a_run_that_is_stopped_between_two_steps_saves_what_it_has_trained(folder: RunFolder) -> None:
+    run = asyncio.create_task(run_until(until_stopped, Learners(holds=3, may_end=True), folder))
+    await turns()
+    run.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert versions(folder) == [3]
+
+
 async def test_a_run_that_is_stopped_while_it_waits_for_a_save_has_that_checkpoint(folder: RunFolder) -> None:
     learners = Learners()
 

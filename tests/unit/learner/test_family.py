@@ -28,6 +28,7 @@ SMALL = {
     "intermediate_size": 32, "vocab_size": 64,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": 64}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "falcon_h1": ({}, "call attention without the arguments that packing needs"),
@@ -36,13 +37,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "gpt2": ({}, "no list of `layers`"),
     "gptj": ({}, "can't be trained"),
     "stablelm": ({}, "call attention without the arguments"),
-    "mamba2": ({"num_heads": 4, "head_dim": 16}, "num_attention_heads"),
+    "mamba2": (MAMBA, "num_attention_heads"),
 }  # fmt: skip
 
 
 def saved(folder: Path, family: str, **changes: Any) -> Config:
     """A run's config over a folder that holds this family's config.json alone."""
-    CONFIG_MAPPING[family](**(SMALL | changes)).save_pretrained(folder)
+    CONFIG_MAPPING[family](**(changes if changes == MAMBA else SMALL | changes)).save_pretrained(folder)
     rollout = {"max_prompt_tokens": 32, "max_completion_tokens": 32}
     return Config.model_validate(
         {"model": {"path": str(folder)}, "rollout": rollout, "learner": {"compute_dtype": "float32"}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,22 +139,6 @@ def test_a_reference_takes_its_own_shards() -> None:
     plan = plan_learner(SHAPE, with_values(config(), algorithm={"kl_loss_coef": 0.1}))
     assert plan.frozen == {"reference": 2 * 1000}  # bfloat16, as it is computed
     assert plan.resident == (4 + 2 + 8) * 1000 + RUNTIME_BYTES
-
-
-WITH_ADAPTERS = replace(SHAPE, num_adapter_parameters=60, adapter_rank_sum=14)
-
-
-def test_adapters_alone_have_gradients_and_moments() -> None:
-    plan = plan_learner(WITH_ADAPTERS, config(num_learners=2))
-    # 500 frozen and 30 adapter parameters each; gathered: 100 outside the layers, two layers of 300 and 20 adapters.
-    assert (plan.weights, plan.gradients, plan.optimizer) == (2 * 500 + 4 * 30, 4 * 30, 8 * 30)
-    head, backward, reduce = plan.moments
-    assert backward.gathered == 2 * (100 + 2 * 320)
-    assert backward.unreduced == 4 * 20 + 20
-    # TOKEN, less two normed values of 2 x 8 each, and 14 numbers behind the first matrices.
-    assert head.activations == 3 * 1000 * (TOKEN - 32 + 28) + 1000 * 64
-    assert head.head == 3200 + 8000  # the frozen head has no gradient
-    assert (backward.head, reduce.total) == (0, 0)
 
 
 def test_what_is_offloaded_is_in_host_memory_and_not_on_the_gpu() -> None:

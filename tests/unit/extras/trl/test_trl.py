@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rayapp.config.config import Config
@@ -255,3 +257,17 @@ def test_the_script_of_the_page_runs_before_and_after_with_trls_own_class(tmp_pa
     servers = translated(tmp_path, server, num_gpus=6).config
     assert (servers.cluster.num_gpus, servers.cluster.placement, servers.learner.num_learners) == (8, "split", 6)
     assert (servers.server.num_servers, servers.server.tensor_parallel_size) == (1, 2)
+
+
+def test_columns_with_pictures_become_verls_and_stay_out_of_the_rewards_arguments(tmp_path: Path) -> None:
+    red = Image.new("RGB", (8, 4), (255, 0, 0))
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
+    rows = [{"prompt": "Which?", "image": red, "answer": 1}, {"prompt": parts, "images": ["a.png"], "answer": 2}]
+
+    run = translated(tmp_path, {}, train_dataset=rows)
+
+    first, second = pq.read_table(run.config.tasks[0]).to_pylist()
+    assert Image.open(io.BytesIO(first["images"][0]["bytes"])).getpixel((0, 0)) == (255, 0, 0)
+    assert second["images"] == [{"bytes": None, "path": str(Path("a.png").absolute())}]
+    assert [each["prompt"] for each in (first, second)] == [[{"role": "user", "content": "<image>Which?"}]] * 2
+    assert json.loads(second["extra_info"]["columns"]) == {"prompt": parts, "answer": 2}
