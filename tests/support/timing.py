@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import psutil
+
 
 def wait_until(
     holds: Callable[[], bool],
@@ -89,3 +91,18 @@ async def nothing_holds_the_loop(limit_s: float, clock: Callable[[], float], *, 
         finally:
             looking.cancel()
     assert longest_s < limit_s, doing
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Let other tasks run until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def lives(pid: int) -> bool:
+    """False for a zombie too, since no process may be there to reap it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
