@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rayapp.config.agent import is_data_file
 from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP, POLICY_LOSSES
 from rayapp.config.engine_args import HAS_KEY, REFUSED
 from rayapp.config.foreign_keys import Landing, Values, as_list, tracked
@@ -352,6 +353,11 @@ def contents(key: str, value: Any, values: Values) -> Landing:
         raise ConfigError(f"{key} = {value!r} can't be imported: name at least one of model, optimizer, hf_model")
     note = "" if {"model", "optimizer"} <= set(kept) else "a run can't resume from such a checkpoint"
     return Landing(settings={"checkpoint.save_contents": kept}, note=note)
+
+
+def data_files(value: Any) -> list[str]:
+    """Return verl's data files, which it reads as parquet whatever their names; rayapp goes by the ending."""
+    return [file if is_data_file(file) else f"{file}.parquet" for file in map(str, as_list(value))]
 
 
 def at_least_zero(value: Any) -> int:

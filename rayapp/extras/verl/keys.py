@@ -20,8 +20,8 @@ _OPTIM, _TURNS, _VAL = f"{_ACTOR}.optim", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}
 _DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
 DATA: dict[str, Rule] = {
-    "data.train_files": to("tasks", as_list),
-    "data.val_files": optional("eval.tasks", as_list),
+    "data.train_files": to("tasks", arithmetic.data_files, note="a name of no known ending gets .parquet"),
+    "data.val_files": optional("eval.tasks", arithmetic.data_files),
     "data.val_max_samples": to("eval.max_problems", arithmetic.at_least_zero),
     "data.image_key": rules.image_key,
 }
