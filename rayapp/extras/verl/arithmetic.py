@@ -9,7 +9,7 @@ from typing import Any
 from rayapp.config.agent import is_data_file
 from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP, POLICY_LOSSES
 from rayapp.config.engine_args import HAS_KEY, REFUSED
-from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, tracked
+from rayapp.config.foreign_keys import Landing, Values, as_list, tracked
 from rayapp.core.errors import ConfigError
 
 _BATCH = "data.train_batch_size"
@@ -64,12 +64,6 @@ def _sequence_parallel(values: Values) -> int:
     older = int(values.get("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 1))
     newer = int(values.get("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", 1))
     return older if older > 1 else newer
-
-
-def determinism(key: str, value: Any, values: Values) -> Landing:
-    return Landing(
-        settings={"run.deterministic": bool(value)}, note="synchronous runs on a CPU are always reproducible"
-    )
 
 
 def engine_argument(key: str, value: Any, values: Values) -> Landing:
@@ -352,11 +346,6 @@ def run_name(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={"run.name": name}, note="" if name == value else f"from {value!r}")
 
 
-def output_dir(key: str, value: Any, values: Values) -> Landing:
-    """Map the project to the output folder: all runs of a project are in it."""
-    return Landing(settings={"run.output_dir": f"outputs/{value}"}, note="folder of the project's runs")
-
-
 def contents(key: str, value: Any, values: Values) -> Landing:
     """Map the contents of checkpoints; `extra` (generators, the loader's position) follows from seed and step."""
     kept = [name for name in as_list(value) if name != "extra"]
@@ -366,21 +355,9 @@ def contents(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={"checkpoint.save_contents": kept}, note=note)
 
 
-def data_files(target: str) -> Rule:
-    """Return a rule for data files. verl reads every file as parquet; rayapp reads the format that the suffix names."""
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        files = [str(file) for file in as_list(value)]
-        others = [file for file in files if not is_data_file(file)]
-        named = [f"{file}.parquet" if file in others else file for file in files]
-        note = (
-            f"rename {', '.join(others)}: rayapp reads a file as parquet only if its name ends in .parquet"
-            if others
-            else ""
-        )
-        return Landing(settings={target: named}, note=note)
-
-    return rule
+def data_files(value: Any) -> list[str]:
+    """Return verl's data files, which it reads as parquet whatever their names; rayapp goes by the ending."""
+    return [file if is_data_file(file) else f"{file}.parquet" for file in map(str, as_list(value))]
 
 
 def at_least_zero(value: Any) -> int:

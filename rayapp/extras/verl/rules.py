@@ -1,4 +1,4 @@
-"""Rules for whole features of verl: DAPO's groups and lengths, reward managers, traces."""
+"""Rules for whole features of verl: DAPO's groups and lengths, pictures, options of losses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from rayapp.config.foreign_keys import Landing, Rule, Values
 from rayapp.core.errors import ConfigError
 
 _FILTER = "algorithm.filter_groups"
-_TRACE = "actor_rollout_ref.rollout.trace"
 _BATCHES_WITHOUT_LIMIT = 10
 _REWARD_METRICS = (None, "reward", "seq_reward", "seq_final_reward")
-_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote")
 
 
 def filter_groups(key: str, value: Any, values: Values) -> Landing:
@@ -55,16 +53,6 @@ def image_key(key: str, value: Any, values: Values) -> Landing:
     )
 
 
-def reward_manager(key: str, value: Any, values: Values) -> Landing:
-    """Map the reward manager. All give the same rewards; `dapo` can penalize long answers (`reward_kwargs`)."""
-    if value not in (None, *_MANAGERS):
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported; known reward managers are {', '.join(_MANAGERS)}. Give your own "
-            "function in rayapp.reward.custom."
-        )
-    return Landing(note="each row is scored separately, by the rule of its data_source")
-
-
 def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
     """Map `overlong_buffer_cfg` of the reward manager `dapo`, from the section of any version of verl."""
     section, _, name = key.rpartition(".")
@@ -93,25 +81,6 @@ def loss_option(key: str, value: Any, values: Values) -> Landing:
     if value is None or name not in options_of(str(mode)):
         return Landing(note="not set" if value is None else f"the loss {mode} does not read it")
     return Landing(settings={f"algorithm.policy_loss_options.{name}": value})
-
-
-def trace(key: str, value: Any, values: Values) -> Landing:
-    """Map MLflow traces: verl sets the traced prompts of each worker, rayapp a share of all trajectories."""
-    if value is None:
-        return Landing(settings={"tracking.trace_ratio": 0.0})
-    if value != "mlflow":
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: traces go to MLflow. Set it to mlflow, or leave it out."
-        )
-    most = values.get(f"{_TRACE}.max_samples_per_step_per_worker")
-    prompts = int(values["data.train_batch_size"])
-    workers = int(values["actor_rollout_ref.rollout.agent.num_workers"])
-    ratio = 1.0 if most is None else min(1.0, int(most) * workers / prompts)
-    settings: dict[str, Any] = {"tracking.trace_ratio": ratio}
-    if "trainer.logger" not in values:
-        settings["tracking.trackers"] = ["console", "mlflow", "jsonl"]
-    note = "" if most is None else f"{most} prompts x {workers} workers of {prompts} prompts"
-    return Landing(settings=settings, note=note)
 
 
 def same_as(other: str) -> Rule:

@@ -144,8 +144,7 @@ def test_on_a_laptop_three_overrides_make_a_run_for_its_cpu(seed_yaml: Path) -> 
 SHORT = {
     "ROLLOUT": "actor_rollout_ref.rollout", "ACTOR": "actor_rollout_ref.actor", "MODEL": "actor_rollout_ref.model",
     "TURNS": "actor_rollout_ref.rollout.multi_turn", "CORRECTION": "algorithm.rollout_correction",
-    "GROUPS": "algorithm.filter_groups", "TEACHERS": "distillation.teacher_models",
-    "DISTILLATION": "distillation.distillation_loss",
+    "GROUPS": "algorithm.filter_groups",
 }  # fmt: skip
 
 
@@ -156,8 +155,6 @@ def in_full(overrides: str) -> str:
 
 
 MEANINGS: list[tuple[str, dict[str, Any]]] = [
-    # 1 prompt of each of verl's 8 workers, of 16 prompts
-    ("ROLLOUT.trace.max_samples_per_step_per_worker=1", {"tracking.trace_ratio": 0.5}),
     # The seed's batch has 2 mini-batches, and verl's scheduler steps once for both.
     ("ACTOR.optim.lr_warmup_steps=3", {"learner.optimizer.warmup_steps": 6}),
     ("ACTOR.optim.lr_warmup_steps=0 ACTOR.optim.lr_warmup_steps_ratio=0.25 trainer.total_training_steps=10",

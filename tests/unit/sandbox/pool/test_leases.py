@@ -132,7 +132,7 @@ async def test_a_lease_that_is_still_waited_for_can_be_given_up_by_its_id() -> N
 @given(choices=st.lists(st.integers(0, 999), min_size=10, max_size=80), max_leases=st.integers(1, 4))
 def test_under_any_order_of_calls_no_lease_is_lost_and_the_bound_holds(choices: list[int], max_leases: int) -> None:
     async def schedule() -> None:
-        p = pool(max_leases=max_leases, max_waiting=1000)
+        p = pool(max_leases=max_leases)
         tasks: list[asyncio.Task[Lease]] = []
         for choice in choices:
             granted = [task for task in tasks if task.done()]
