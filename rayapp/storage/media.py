@@ -41,18 +41,17 @@ def check_bytes(encoded: bytes) -> bytes:
 def sizes_of(pictures: Sequence[bytes]) -> list[tuple[int, int]]:
     """Return width and height of each picture, after decoding it. Raises ValueError or OSError: one is damaged, or has
     too many pixels."""
-    return list(map(_size_of, pictures))
-
-
-def _size_of(encoded: bytes) -> tuple[int, int]:
     from PIL import Image
 
-    with Image.open(io.BytesIO(encoded), formats=FORMATS) as picture:
-        width, height = picture.size
-        if width * height > MAX_PIXELS:
-            raise ValueError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
-        picture.load()
-    return width, height
+    sizes = list[tuple[int, int]]()
+    for encoded in pictures:
+        with Image.open(io.BytesIO(encoded), formats=FORMATS) as picture:
+            width, height = picture.size
+            if width * height > MAX_PIXELS:
+                raise ValueError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
+            picture.load()
+        sizes.append((width, height))
+    return sizes
 
 
 def opened(encoded: bytes) -> Any:

@@ -25,6 +25,7 @@ _FORMS: dict[str, Any] = {
     "structural_tag": (str,),
 }
 _MAX_VARIABLES = 16
+_PICTURES = ("image_url", "input_image", "image")
 # Arguments of `apply_chat_template`, and special tokens.
 _NO_VARIABLES = frozenset({
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
@@ -125,15 +126,14 @@ def content(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
 
 def said(role: str, value: Any, where: str, kinds: Sequence[str] = ("text",), *, call_id: str = "") -> Said:
     """Return a user's message or a tool's result, whose content may have pictures between the parts of `content`."""
-    if not isinstance(value, list) or not any(map(_is_picture, value)):
-        return Said(role=role, text=content(value, where, kinds), call_id=call_id)
-    parts = tuple(_picture(part, where) if _is_picture(part) else content([part], where, kinds) for part in value)
-    texts = "\n".join(part for part in parts if isinstance(part, str))
-    return Said(role=role, text=texts, parts=parts, call_id=call_id)
-
-
-def _is_picture(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
+    if not isinstance(value, list):
+        return Said(role=role, text=content(value, where), call_id=call_id)
+    parts = tuple(
+        _picture(part, where) if part.get("type") in _PICTURES else content([part], where, kinds)
+        for part in objects(value, f"{where}.content")
+    )
+    texts = [part for part in parts if isinstance(part, str)]
+    return Said(role=role, text="\n".join(texts), parts=parts if len(texts) < len(parts) else (), call_id=call_id)
 
 
 def _picture(part: Mapping[str, Any], where: str) -> Shown:

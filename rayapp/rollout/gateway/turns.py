@@ -167,8 +167,7 @@ async def placed_pictures(
     processor: PictureProcessor | None, ids: list[int], found: Found, messages: Sequence[Said], lock: asyncio.Semaphore
 ) -> tuple[list[int], Media]:
     """Return what `new_prompt_ids` returned with the tokens of the pictures, and their places."""
-    new = [] if found.turn is None and found.after >= 0 else pictures_of(messages[found.num_messages :])
-    if not new:
+    if not (new := pictures_of(messages[found.num_messages :])):
         return ids, ()
     try:
         async with lock:

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import http.client
-import ipaddress
 import re
-import ssl
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rayapp.config.config import Config
-from rayapp.core.errors import InputError, one_line
+from rayapp.core.errors import InputError
+from rayapp.core.names import load_extra
 from rayapp.core.types import Media
 from rayapp.storage.base import hash_bytes
 from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, keep, sizes_of
@@ -32,7 +29,6 @@ from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextT
 COLUMNS = ("images", "image")
 MARK = "<image>"
 _DECODE_CPU_S = 10.0
-_FETCH_S = 30.0
 _MOST_SIZES = 4096
 Message = Mapping[str, Any]
 Size = tuple[int, int]  # width and height
@@ -150,30 +146,6 @@ class Pictured:
     sizes: tuple[Size, ...] = ()
 
 
-class _Connection(http.client.HTTPSConnection):
-    """A connection to a public address, checked after the name is resolved."""
-
-    def connect(self) -> None:
-        if "https" in urllib.request.getproxies():
-            super().connect()  # to the proxy
-            return
-        http.client.HTTPConnection.connect(self)
-        if not ipaddress.ip_address(address := self.sock.getpeername()[0]).is_global:
-            self.close()
-            raise OSError(f"{self.host} has the address {address}, which is not public")
-        self.sock = ssl.create_default_context().wrap_socket(self.sock, server_hostname=self.host)
-
-
-class _Https(urllib.request.HTTPSHandler):
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_Connection, req)
-
-
-class _Http(urllib.request.HTTPHandler):
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        raise OSError(f"it leads to {req.full_url!r:.80}: only https:// addresses are fetched")
-
-
 @dataclass(slots=True)
 class PictureFiles:
     """Reads pictures, and decodes each once to find out its size."""
@@ -226,12 +198,7 @@ class PictureFiles:
             )
         path = self.cache / "pictures" / hash_bytes(url.encode())
         if not path.exists():
-            try:
-                with urllib.request.build_opener(_Https, _Http).open(url, timeout=_FETCH_S) as answer:
-                    encoded = check_bytes(answer.read(MAX_BYTES + 1))
-            except OSError as error:
-                raise InputError(f"picture {url!r:.80} can't be fetched: {one_line(error)}") from None
-            keep(path, encoded)
+            keep(path, load_extra("pictures.fetching:fetched")(url))
         return path.read_bytes()
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.request import build_opener
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +17,7 @@ from rayapp.core.errors import InputError
 from rayapp.core.types import Media, Picture
 from rayapp.storage.base import hash_bytes
 from rayapp.storage.media import compact, from_data_uri
-from rayapp.tasks.data.pictures import PictureFiles, PictureRows, _Http, _Https, with_parts
+from rayapp.tasks.data.pictures import PictureFiles, PictureRows, with_parts
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
 from support.picture_models import bomb, picture
@@ -187,13 +185,3 @@ def test_the_command_shows_a_row_and_writes_its_pictures(tmp_path: Path, capsys:
     assert told[1:3] == ["data_source: openai/gsm8k", "ground_truth: 1"]
     assert (tmp_path / "seen" / "row0-0.png").read_bytes() == picture(size=(4, 6))
     assert run(["data", "view", str(path), "--row", "1"]) == 2
-
-
-def test_an_address_of_a_private_host_is_not_fetched_and_none_without_tls(tmp_path: Path) -> None:
-    files = PictureFiles(tmp_path / "cache", fetches=True)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        url = f"https://127.0.0.1:{server.getsockname()[1]}/a.png"
-        with pytest.raises(InputError, match=r"can't be fetched: .*127\.0\.0\.1, which is not public"):
-            files.read(url, tmp_path)
-    with pytest.raises(OSError, match="only https:// addresses are fetched"):
-        build_opener(_Https, _Http).open("http://example.com/a.png")
