@@ -106,7 +106,9 @@ async def test_a_request_whose_cohort_does_not_come_stalls_and_then_starts_alone
 
 
 async def test_a_server_whose_update_failed_does_not_generate(server: VllmServer, references: References) -> None:
-    torn = WeightBucket(entries=(("no.such.weight", "bfloat16", (4,), 0, 8),), data=np.zeros(64, np.uint8))
+    torn = WeightBucket(
+        entries=(("no.such.weight", "bfloat16", (4,), 0, 8),), data=np.zeros(64, np.uint8), checksums={}
+    )
     with pytest.raises(WeightSyncError, match="weight update failed in the phase 'receive'"):
         await server.load_weights(2, references([torn]))
     with pytest.raises(WeightSyncError, match="mixture"):

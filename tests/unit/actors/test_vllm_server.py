@@ -18,7 +18,9 @@ from support.stand_ins import VERSION_TENSOR, ScriptedServer
 
 async def weights(version: int) -> WeightBucket:
     """Return a reference to the bucket of a learner with this version."""
-    return WeightBucket(entries=((VERSION_TENSOR, "uint8", (64,), 0, 64),), data=np.full(64, version, np.uint8))
+    return WeightBucket(
+        entries=((VERSION_TENSOR, "uint8", (64,), 0, 64),), data=np.full(64, version, np.uint8), checksums={}
+    )
 
 
 async def started(*, must_sync: bool = False) -> ScriptedServer:
