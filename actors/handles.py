@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -245,11 +245,13 @@ class LearnerHandle(Handle):
         """Train one step; `groups` are references, which Ray resolves in the learner's process."""
         return await self._of_step("train_step", step, summaries, shares, *groups, label=f"step={step}")
 
-    async def supervised_step(self, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
-        return await self._of_step("supervised_step", step, tuple(rows), label=f"step={step}")
+    async def supervised_step(
+        self, step: int, rows: Sequence[Trajectory], pictures: Mapping[str, bytes]
+    ) -> dict[str, float]:
+        return await self._of_step("supervised_step", step, tuple(rows), pictures, label=f"step={step}")
 
-    async def supervised_loss(self, rows: Sequence[Trajectory]) -> float:
-        return await self._of_step("supervised_loss", tuple(rows))
+    async def supervised_loss(self, rows: Sequence[Trajectory], pictures: Mapping[str, bytes]) -> float:
+        return await self._of_step("supervised_loss", tuple(rows), pictures)
 
     async def log_probs_before(self, step: int) -> dict[int, FloatArray]:
         return await self._of_step("log_probs_before", label=f"step={step}")

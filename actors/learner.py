@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -210,20 +210,22 @@ class Learner:
             log.info("trained on %d groups: loss %.4g", len(groups), metrics.get("learner/loss", math.nan))
         return metrics | memory
 
-    def supervised_step(self, step: int, rows: tuple[Trajectory, ...]) -> dict[str, float]:
+    def supervised_step(
+        self, step: int, rows: tuple[Trajectory, ...], pictures: Mapping[str, bytes]
+    ) -> dict[str, float]:
         """Take one optimizer step on demonstrations, of which `rows` is this rank's part."""
         from rayapp.learner.supervised import supervised_step
 
         with about(step=step), self._borrowing_gpu(trains=True):
-            metrics = supervised_step(self._learner, step, rows)
+            metrics = supervised_step(self._learner, step, rows, pictures)
             log.info("learned from %d demonstrations: loss %.4g", len(rows), metrics["sft/loss"])
         return metrics
 
-    def supervised_loss(self, rows: tuple[Trajectory, ...]) -> float:
+    def supervised_loss(self, rows: tuple[Trajectory, ...], pictures: Mapping[str, bytes]) -> float:
         from rayapp.learner.supervised import supervised_loss
 
         with self._borrowing_gpu():
-            return supervised_loss(self._learner, rows)
+            return supervised_loss(self._learner, rows, pictures)
 
     def log_probs_before(self) -> dict[int, FloatArray]:
         return self._learner.log_probs_before

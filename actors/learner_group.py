@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from rayapp.core.timing import Profile
 from rayapp.core.types import FloatArray, GroupSummary, Trajectory
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import deal
+from rayapp.storage.media import pictures_of
 
 T = TypeVar("T")
 
@@ -87,18 +88,23 @@ class LearnerGroup:
             if text := await asyncio.to_thread(progress.told):
                 self.on_progress(text)
 
-    async def supervised_step(self, step: int, rows: Sequence[Trajectory]) -> dict[str, float]:
-        """Take one optimizer step on demonstrations, distributed so that all ranks have about equally many tokens."""
+    async def supervised_step(
+        self, step: int, rows: Sequence[Trajectory], pictures: Mapping[str, bytes]
+    ) -> dict[str, float]:
+        """Take one optimizer step on demonstrations, distributed so that all ranks have about equally many tokens.
+        `pictures` are those of the demonstrations and others, by SHA-256."""
         self._version = None
         results = await self._all(
-            handle.supervised_step(step, dealt) for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
+            handle.supervised_step(step, dealt, pictures_of(dealt, pictures))
+            for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
         )
         self._version = step
         return dict(results[0])
 
-    async def supervised_loss(self, rows: Sequence[Trajectory]) -> float:
+    async def supervised_loss(self, rows: Sequence[Trajectory], pictures: Mapping[str, bytes]) -> float:
         losses = await self._all(
-            handle.supervised_loss(dealt) for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
+            handle.supervised_loss(dealt, pictures_of(dealt, pictures))
+            for handle, dealt in zip(self.handles, self._dealt(rows), strict=True)
         )
         return float(losses[0])
 

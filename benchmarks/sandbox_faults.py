@@ -18,12 +18,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from rayapp.sandbox.local.levels import kernel
-from support.faults.outcome import Outcome, merged
-from support.faults.run import FaultRun, run_with_faults
+from support.faults.run import FaultRun, Outcome, run_with_faults
 
 
 def end_with_parent() -> None:
@@ -64,6 +65,44 @@ def parts(run: FaultRun, num_processes: int) -> list[FaultRun]:
     return [replace(run, executions=size, seed=run.seed + index) for index, size in enumerate(sizes)]
 
 
+def report_of(outcome: Outcome) -> dict[str, object]:
+    """Return the counts as plain data for JSON."""
+    invalid = sum(outcome.invalid.values())
+    return {
+        "executions": outcome.executions,
+        "wrong_verdicts": len(outcome.wrong),
+        "wrong_examples": outcome.wrong[:5],
+        "leaked_sandboxes": sum(outcome.leaked.values()),
+        "leaked_by_provider": outcome.leaked,
+        "hung_executions": outcome.hung,
+        "hung_leases": outcome.leases_left,
+        "reclaimed_leases": outcome.reclaimed,
+        "retried_share": outcome.retried / max(1, outcome.executions),
+        "invalid_share": invalid / max(1, outcome.executions),
+        "invalid_by_kind": dict(outcome.invalid),
+        "verdicts": dict(outcome.verdicts),
+        "strays_ended": outcome.strays_ended,
+        "reported_left": outcome.reported_left,
+        "faults_injected": sum(outcome.injected.values()),
+        "faults_by_call": outcome.injected,
+    }
+
+
+def merged(outcomes: Sequence[Outcome]) -> Outcome:
+    """Return the sum of several runs' outcomes."""
+    total = Outcome()
+    for outcome in outcomes:
+        for each in fields(Outcome):
+            setattr(total, each.name, _sum(getattr(total, each.name), getattr(outcome, each.name)))
+    return total
+
+
+def _sum(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return type(one)({key: one.get(key, 0) + other.get(key, 0) for key in [*one, *(set(other) - set(one))]})
+    return one + other
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--executions", type=int, default=10_000)
@@ -80,7 +119,7 @@ def main() -> int:
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.processes, mp_context=spawned, initializer=end_with_parent) as pool:
         outcomes = list(pool.map(one_process, parts(run, options.processes)))
-    report = merged(outcomes).report()
+    report = report_of(merged(outcomes))
     told = {"share": run.share, "seed": run.seed, "processes": options.processes}
     print(json.dumps(report | told | {"wall_s": round(time.monotonic() - started)}, indent=2))
     return int(any(report[key] for key in ("wrong_verdicts", "leaked_sandboxes", "hung_executions", "hung_leases")))

@@ -102,15 +102,21 @@ def start_server(kind: str, home: Path) -> tuple[str, dict[str, str], Callable[[
 
         server: Any = module.MotoServer()
     else:
-        from support.storage import swift_server as module  # type: ignore[no-redef]
+        import swift_server as module  # type: ignore[no-redef]
 
         server = module.SwiftServer(home / "swift")
     server.start()
-    from support.storage.threads import make_bucket
-
-    make_bucket(server.url, BUCKET, module.KEY, module.SECRET, module.REGION)
+    make_bucket(server.url, module.KEY, module.SECRET, module.REGION)
     keys = {"AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": module.KEY, "AWS_SECRET_ACCESS_KEY": module.SECRET}
     return server.url, keys | {"AWS_REGION": module.REGION, "RAYAPP_S3_PRESET": "minio"}, server.kill
+
+
+def make_bucket(url: str, key: str, secret: str, region: str) -> None:
+    from botocore.session import get_session
+
+    keys = {"aws_access_key_id": key, "aws_secret_access_key": secret}
+    client = get_session().create_client("s3", endpoint_url=url, region_name=region, **keys)
+    client.create_bucket(Bucket=BUCKET)
 
 
 def run(gib: float, rounds: int, kind: str) -> dict[str, Any]:

@@ -10,8 +10,6 @@ import signal
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
-from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import Any
 
@@ -122,27 +120,12 @@ def pytest_configure() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
-    """Import what collection needs, spread over processes: 17 seconds of processor time instead of 25."""
-    worker = getattr(session.config, "workerinput", {}).get("workerid", "")
+def pytest_collection() -> Generator[None, Any, Any]:
     gc.disable()  # it would scan the thousands of imported modules again and again
-    for name in IMPORTED_FIRST.get(worker, ()):
-        _import_if_not_compiled(name)
     result = yield
     gc.enable()
     gc.freeze()
     return result
-
-
-IMPORTED_FIRST = {"gw1": ("anthropic", "openai"), "gw2": ("ray", "mcp.server", "e2b", "moto.server")}
-"""By process: modules that it imports first; gw0 begins with transformers and PyTorch. In a new environment all
-processes would otherwise compile the same modules at the same time, for 22 seconds of processor time."""
-
-
-def _import_if_not_compiled(name: str) -> None:
-    spec = find_spec(name)
-    if spec and spec.origin and not Path(cache_from_source(spec.origin)).exists():
-        import_module(name)
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist, if it is enabled

@@ -92,9 +92,11 @@ def save_random(config: Config, folder: Path) -> str:
     """Save random weights of the model's shape, and its tokenizer; without its files, a Llama and a tokenizer of words.
     Return what was done."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer, LlamaConfig
 
+    from rayapp.learner.families.pictures import build_model
     from rayapp.storage.models.check import check_hub_answers
+    from rayapp.storage.models.families import PICTURE_FAMILIES
 
     path, trusted = config.model.path, config.model.trust_remote_code
     try:
@@ -111,10 +113,10 @@ def save_random(config: Config, folder: Path) -> str:
     text = architecture.get_text_config()
     text.initializer_range = 2 / math.sqrt(text.hidden_size)  # so large that probabilities depend on every layer
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16, trust_remote_code=trusted)
-    model.save_pretrained(folder)
+    build_model(architecture, "sdpa", trust_remote_code=trusted).to(torch.bfloat16).save_pretrained(folder)
     try:
-        AutoTokenizer.from_pretrained(path, trust_remote_code=trusted).save_pretrained(folder)
+        files: Any = AutoProcessor if architecture.model_type in PICTURE_FAMILIES else AutoTokenizer
+        files.from_pretrained(path, trust_remote_code=trusted).save_pretrained(folder)
     except (OSError, ValueError):
         save_words(folder, text.vocab_size)
         done += ", a tokenizer of words"

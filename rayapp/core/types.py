@@ -196,6 +196,7 @@ class CallRecord:
     name: str  # as the policy wrote it; empty if the call could not be parsed
     arguments: str  # JSON text as the policy wrote it
     output: str  # that the policy read
+    pictures: tuple[str, ...] = ()  # SHA-256 of the pictures that it read after the output
     # Kind of failure: malformed, unknown_tool, bad_arguments, too_many_calls, timeout, crash, or a tool's own.
     failure: str = ""
     reward: float | None = None

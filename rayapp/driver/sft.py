@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -111,6 +111,7 @@ def rows_of_step(step: int, *, num_rows: int, rows_per_step: int, seed: int) -> 
 class _Rows:
     learned: Sequence[Trajectory]
     held_out: Sequence[Trajectory]
+    pictures: Mapping[str, bytes]  # of all rows, by SHA-256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,7 +133,7 @@ class _Learning:
         rows, seed = self.rows.learned, self.config.run.seed
         chosen = rows_of_step(step, num_rows=len(rows), rows_per_step=warmup.rows_per_step, seed=seed)
         with phases("train"):
-            metrics = await self.learners.supervised_step(step, [rows[i] for i in chosen])
+            metrics = await self.learners.supervised_step(step, [rows[i] for i in chosen], self.rows.pictures)
         self.version = step
         metrics |= {"sft/epoch": step * warmup.rows_per_step / len(rows)}
         if step == last:
@@ -148,20 +149,21 @@ class _Learning:
     async def validation(self) -> dict[str, float]:
         if not self.rows.held_out:
             return {}
-        return {"sft/validation_loss": await self.learners.supervised_loss(self.rows.held_out)}
+        loss = await self.learners.supervised_loss(self.rows.held_out, self.rows.pictures)
+        return {"sft/validation_loss": loss}
 
 
-def _demonstrations(section: Config) -> tuple[Demonstrations, Sequence[Trajectory]]:
+def _demonstrations(section: Config) -> tuple[Demonstrations, Demonstrations]:
     local, files = with_local_model(section), section.warmup.eval_files
     found = read_demonstrations(local, section.warmup.files)
-    return found, read_demonstrations(local, files).rows if files else ()
+    return found, read_demonstrations(local, files) if files else Demonstrations()
 
 
 async def _run(section: Config, folder: RunFolder) -> None:
     found, held_out = await asyncio.to_thread(_demonstrations, section)
     with make_trackers(section, folder) as tracker, saying_what_is_saved(folder, tracker.note):
         tracker.note(_what_is_learned(section, found))
-        rows = _Rows(learned=found.rows, held_out=held_out)
+        rows = _Rows(learned=found.rows, held_out=held_out.rows, pictures=found.pictures | held_out.pictures)
         await _learn_through_losses(section, folder, tracker, rows)
     write_reward_plot(folder.path)
 

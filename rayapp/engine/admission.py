@@ -28,6 +28,7 @@ class Request:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
         self.sampling = sampling
+        self.pictures: Sequence[Any] = ()  # of the prompt, opened
         self.created_s = time.monotonic()
         # Output queue of the engine: set when the request starts, cancelled when the caller is gone.
         self.queue: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -49,7 +49,7 @@ from rayapp.engine.vllm_output import (
     way_out,
     whole_completion,
 )
-from rayapp.engine.vllm_pictures import check_expansion, engine_prompt
+from rayapp.engine.vllm_pictures import check_expansion, engine_prompt, open_pictures
 from rayapp.engine.weights.buckets import SharedWeights
 from rayapp.storage.models.fetch import with_local_model
 
@@ -141,6 +141,8 @@ class VllmEngine:
 
     async def _sample(self, request: Request, cohort_size: int, on_tokens: OnTokens | None) -> Completion:
         started, request_id = request.created_s, request.request_id
+        if request.sampling.media:  # now: between admission and vLLM's queue no weights may change
+            request.pictures = await open_pictures(request.sampling)
         queue = await self._cohorts.admit(request, cohort_size)
         admitted = time.monotonic()
         try:
@@ -216,7 +218,7 @@ class VllmEngine:
             )
         salt = {"cache_salt": f"{purpose} {self.policy_version}"}
         try:
-            prompt = engine_prompt(request.prompt_ids, request.sampling, self._placeholder) | salt
+            prompt = engine_prompt(request.prompt_ids, request.sampling, request.pictures, self._placeholder) | salt
             params = vllm_sampling_params(request.sampling, with_seed=self._seeds_requests)
             queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=self._adapter)
             self._versions.begin(queue.request_id)

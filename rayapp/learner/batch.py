@@ -56,12 +56,10 @@ Inputs = Mapping[str, "Tensor"]
 class PackedPictures:
     """Pictures of a micro-batch with N packed tokens."""
 
-    inputs: Mapping[str, Inputs]
-    """Inputs of each picture by its SHA-256, in the order of their features."""
-    rows: Int64Array
-    """(N,) row of each token among the features of all pictures, one after another; -1 for text."""
+    inputs: Mapping[str, Inputs]  # of each picture by its SHA-256, in the order of their features
+    rows: Int64Array  # (N,) row of each token among the features of all pictures, one after another; -1 for text
+    # (3, N) rotary positions in time, height and width; None if the model counts a picture's tokens as text.
     positions: Int64Array | None
-    """(3, N) rotary positions in time, height and width; None if the model counts a picture's tokens as text."""
 
     def part(self, tokens: slice, num_tokens: int) -> PackedPictures:
         """Return the tokens of one rank, after padding with text to `num_tokens`."""

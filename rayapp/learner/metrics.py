@@ -76,6 +76,7 @@ class MicroBatchFacts:
     num_heads: int  # positions whose logits were computed
     num_attended: int  # pairs of a token and a token that it attends to
     num_input_attended: int  # without shared prefixes
+    num_picture_tokens: int  # for whose pictures the vision tower was run
     loss: float  # part of the mini-batch's; the parts add up
     metrics: dict[str, float]  # verl's, each a mean over tokens
 
@@ -215,12 +216,15 @@ class MfuMeter:
     gpu: Gpu
     num_gpus: int
 
-    def tflops(self, num_tokens: int, num_predicted: int, num_attended: int, seconds: float) -> float:
+    def tflops(
+        self, num_tokens: int, num_predicted: int, num_attended: int, num_picture_tokens: int, seconds: float
+    ) -> float:
         """Return the useful TFLOP/s of each GPU. A backward counts as two forwards, or one for adapters alone;
         recomputation does not count."""
         products = sum(product_flops(self.shape, num_tokens, num_predicted))
         passes = 2 if self.shape.num_adapter_parameters else 3
-        return passes * (products + attention_flops(self.shape, num_attended)) / seconds / self.num_gpus / 1e12
+        useful = passes * (products + attention_flops(self.shape, num_attended))
+        return (useful + self.shape.tower_flops * num_picture_tokens) / seconds / self.num_gpus / 1e12
 
 
 def mfu_meter(config: Config, device: torch.device) -> MfuMeter | None:
@@ -243,8 +247,9 @@ def mfu_metrics(micro: Sequence[MicroBatchFacts], meter: MfuMeter, seconds: floa
         return {}
     names = ("num_computed_tokens", "num_heads", "num_attended", "num_input_tokens", "num_input_attended")
     computed, heads, attended, inputs, input_attended = (sum(getattr(fact, name) for fact in micro) for name in names)
-    tflops = meter.tflops(computed, heads, attended, seconds)
-    unshared = meter.tflops(inputs, inputs, input_attended, seconds)
+    shown = sum(fact.num_picture_tokens for fact in micro)
+    tflops = meter.tflops(computed, heads, attended, shown, seconds)
+    unshared = meter.tflops(inputs, inputs, input_attended, shown, seconds)
     return {
         "perf/tflops_per_gpu": tflops,
         "perf/mfu": tflops / meter.gpu.tflops,

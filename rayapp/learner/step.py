@@ -389,6 +389,8 @@ class _Step:
     ) -> None:
         learner = self.learner
         on_device = to_device(batch, learner.ranks.device, learner.ranks.sequence)
+        tower = learner.model.tower
+        num_seen = 0 if tower is None else tower.num_tokens
         scores = learner.model(on_device, learner.head_options(), self._teacher_head(on_device))
         if not batch.items:
             scores.log_probs.sum().backward()
@@ -410,6 +412,7 @@ class _Step:
                 num_heads=batch.head_positions.size,
                 num_attended=batch.packing.num_attended,
                 num_input_attended=sum(item.num_attended for item in batch.items),
+                num_picture_tokens=0 if tower is None else tower.num_tokens - num_seen,
                 loss=share,
                 metrics=metrics,
             )

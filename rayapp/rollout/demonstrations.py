@@ -22,13 +22,16 @@ from rayapp.core.errors import InputError
 from rayapp.core.files import json_lines
 from rayapp.core.types import Fork, Reward, Trajectory
 from rayapp.rollout.agent.chat import ChatTokenizer, load_template, special_ids
+from rayapp.storage.media import by_sha256
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.files import fetch_files
+from rayapp.tasks.data.pictures import COLUMNS, Pictured, PictureRows, picture_rows
 from rayapp.tasks.loading import load_tasks
 
 KINDS = "messages; prompt and completion; or token_ids and response_mask"
 Render = Callable[..., str]  # (messages, add_generation_prompt) -> text of the chat template
+Found = tuple[str, Trajectory, Mapping[str, bytes]]  # file and row, demonstration, its pictures by SHA-256
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +39,7 @@ class Demonstrations:
     """The demonstrations of all rows, in the order of the files."""
 
     rows: list[Trajectory] = field(default_factory=list)
+    pictures: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> encoded bytes
     num_left_out: int = 0  # longer than warmup.max_tokens, with data.filter_overlong_prompts
 
 
@@ -48,15 +52,16 @@ def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
     else:
         template = load_template(config.agent.chat_template) if config.agent.chat_template else None
         paths = asyncio.run(fetch_files(files, config.data.cache_dir))
-        found = _of_files(paths, files, tokenizer, template)
+        found = _of_files(paths, files, tokenizer, template, picture_rows(config))
     return _within_limit(found, config.max_demonstration_tokens, drops=config.data.filter_overlong_prompts)
 
 
-def _within_limit(found: Iterator[tuple[str, Trajectory]], limit: int, *, drops: bool) -> Demonstrations:
+def _within_limit(found: Iterator[Found], limit: int, *, drops: bool) -> Demonstrations:
     result = Demonstrations()
-    for where, row in found:
+    for where, row, pictures in found:
         if row.num_tokens <= limit:
             result.rows.append(row)
+            result.pictures |= pictures
         elif drops:
             result.num_left_out += 1
         else:
@@ -72,7 +77,7 @@ def _within_limit(found: Iterator[tuple[str, Trajectory]], limit: int, *, drops:
     return result
 
 
-def _of_tasks(names: Sequence[str], tokenizer: ChatTokenizer) -> Iterator[tuple[str, Trajectory]]:
+def _of_tasks(names: Sequence[str], tokenizer: ChatTokenizer) -> Iterator[Found]:
     tasks = load_tasks(names)
     without = [task.name for task in tasks if not (isinstance(task, CodingTask) and task.demonstrations)]
     if without:
@@ -94,21 +99,56 @@ def _of_tasks(names: Sequence[str], tokenizer: ChatTokenizer) -> Iterator[tuple[
         for number, text in enumerate(task.demonstrated_completions, start=1):
             completion = tokenizer.encode(text, add_special_tokens=False) + end
             where = f"demonstration {number} of task {task.name}"
-            yield where, _trajectory([(prompt.token_ids.tolist(), False), (completion, True)], text)
+            yield where, _trajectory([(prompt.token_ids.tolist(), False), (completion, True)], text), {}
 
 
 def _of_files(
-    paths: Sequence[Path], names: Sequence[str], tokenizer: ChatTokenizer, template: str | None
-) -> Iterator[tuple[str, Trajectory]]:
+    paths: Sequence[Path],
+    names: Sequence[str],
+    tokenizer: ChatTokenizer,
+    template: str | None,
+    pictures: PictureRows | None,
+) -> Iterator[Found]:
     for path, name in zip(paths, names, strict=True):
         for number, row in enumerate(_raw_rows(path)):
             where = f"{name}: row {number}"
+            read = partial(_shown, row=row, pictures=pictures, folder=path.parent, where=where)
             try:
-                found = list(_of_row(row, tokenizer, template))
+                found = list(_of_row(row, tokenizer, template, read))
             except (ValueError, TypeError, KeyError) as error:
                 raise InputError(f"{where}: {error}") from error
-            for trajectory in found:
-                yield where, trajectory
+            for trajectory, shown in found:
+                yield (where, *_with_pictures(trajectory, shown, pictures, where))
+
+
+def _shown(
+    messages: Sequence[Mapping[str, Any]], *, row: Any, pictures: PictureRows | None, folder: Path, where: str
+) -> Pictured:
+    """Return the messages, with parts for the row's pictures."""
+    if not any(row.get(column) for column in COLUMNS):
+        return Pictured(tuple(messages))
+    if pictures is None or not messages:
+        needed = "messages, in which they have places" if pictures else "a model that reads pictures"
+        raise ValueError(f"the row has images, which need {needed}")
+    return pictures.read([{"content": "", **message} for message in messages], row, folder, where)
+
+
+def _with_pictures(
+    found: Trajectory, shown: Pictured, pictures: PictureRows | None, where: str
+) -> tuple[Trajectory, dict[str, bytes]]:
+    """Return the demonstration with the tokens of its pictures, which are not learned, and their bytes."""
+    if pictures is None or not shown.encoded:
+        return found, {}
+    is_place = found.token_ids == pictures.processor.token_id
+    number = int(is_place.sum())  # an earlier sequence of the conversation shows only the first ones
+    first = Pictured((), shown.encoded[:number], shown.sizes[:number])
+    ids, media = pictures.place(found.token_ids.tolist(), first, where)
+    is_text, mask = np.ones(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
+    for each in media:
+        is_text[each.start : each.end] = False
+    mask[is_text] = found.response_mask[~is_place]
+    made = _trajectory_of(np.array(ids, np.int32), mask, found.completion_text)
+    return replace(made, media=media), by_sha256(first.encoded)
 
 
 def _raw_rows(path: Path) -> Iterator[Any]:
@@ -135,15 +175,17 @@ def _without_filled_in(value: Any) -> Any:
     return [_without_filled_in(item) for item in value] if isinstance(value, list) else value
 
 
-def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterator[Trajectory]:
+def _of_row(
+    row: Any, tokenizer: ChatTokenizer, template: str | None, read: Callable[[list[Any]], Pictured]
+) -> Iterator[tuple[Trajectory, Pictured]]:
     if not isinstance(row, dict):
         raise TypeError(f"the row is a {type(row).__name__}: it must be an object with {KINDS}")
     has = {key for key, value in row.items() if value is not None}
     if {"token_ids", "response_mask"} <= has:
-        yield _of_tokens(row, tokenizer)
+        yield _of_tokens(row, tokenizer), read([])
         return
     if {"prompt", "completion"} <= has and isinstance(row["prompt"], str):
-        yield _of_texts(row, tokenizer)
+        yield _of_texts(row, tokenizer), read([])
         return
     if {"prompt", "completion"} <= has:
         asked, messages = _messages(row, "prompt"), _messages(row, "completion")
@@ -152,7 +194,8 @@ def _of_row(row: Any, tokenizer: ChatTokenizer, template: str | None) -> Iterato
     else:
         raise ValueError(f"the row has {', '.join(sorted(has)) or 'no fields'}: it must have {KINDS}")
     render = partial(_render, tokenizer, template, row.get("tools") or None)
-    yield from _of_conversation([*asked, *messages], len(asked), render, tokenizer)
+    shown = read([*asked, *messages])
+    yield from ((each, shown) for each in _of_conversation(shown.messages, len(asked), render, tokenizer))
 
 
 def _of_tokens(row: Mapping[str, Any], tokenizer: Any) -> Trajectory:

@@ -45,6 +45,7 @@ from rayapp.core.types import (
 from rayapp.rollout.order import GroupRequest, sampling_of, scoring_seed
 from rayapp.rollout.problem import Agent, Problem
 from rayapp.rollout.recorder import Recorder, failed
+from rayapp.storage.media import pictures_of
 from rayapp.tasks.verdict import ENDS_GROUP, PLAIN, Judging, ToolRewards, named, settled, verdict
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ async def run_group(
     comparing = judging if judging is not None and judging.compares and request.purpose == "group" else None
     play_s = deadline_s - (comparing.compare_timeout_s if comparing is not None else 0.0)
     tests_seed = scoring_seed(request.group_id, seed=seed)
+    pictures = dict(problem.pictures)
 
     async def one(index: int) -> Trajectory:
         own = sampling_of(request, sampling, index, group_size=group_size, seed=seed)
@@ -81,7 +83,8 @@ async def run_group(
 
         async def scored() -> Trajectory:
             played = await guarded(lambda: _played(agent, problem, place), _failed_play)
-            played = replace(played, media=place.media_of(played.token_ids) or played.media)
+            pictures.update(place.pictures)
+            played = replace(played, media=(*place.media_of(played.token_ids), *played.media))
             return with_reward(played, await reward_of(problem, played, sandboxes, seed=tests_seed, judging=judging))
 
         played = await _in_time(scored, place, prompt, play_s)
@@ -93,7 +96,8 @@ async def run_group(
     if comparing is not None:
         left_s = deadline_s - (time.monotonic() - started)
         trajectories = await _compared(comparing, prompt, trajectories, left_s)
-    group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories), pictures=problem.pictures)
+    shown = pictures_of(trajectories, pictures)
+    group = Group(group_id=request.group_id, prompt=prompt, trajectories=tuple(trajectories), pictures=shown)
     return group, summarize_group(group, time_total_s=time.monotonic() - started)
 
 
@@ -192,7 +196,7 @@ class _CohortPlace:
         self.sampling = sampling
         self._engine = engine
         self._prompt = problem.prompt
-        self._pictures = problem.pictures
+        self.pictures = dict(problem.pictures)
         self._is_taken = False
 
     async def generate(
@@ -203,8 +207,10 @@ class _CohortPlace:
         on_tokens: OnTokens | None = None,
     ) -> Completion:
         self._is_taken = True
-        if media := self.media_of(prompt_ids):
-            sampling = replace(sampling, media=media, pictures=self._pictures)
+        if media := (*self.media_of(prompt_ids), *sampling.media):
+            self.pictures |= sampling.pictures
+            pictures = {each.sha256: self.pictures[each.sha256] for each in media}
+            sampling = replace(sampling, media=media, pictures=pictures)
         return await self._engine.generate(request_id, prompt_ids, sampling, on_tokens)
 
     def media_of(self, token_ids: Sequence[int] | Int32Array) -> Media:

@@ -11,6 +11,8 @@ single conversation, in which each turn follows the last token. A session of the
 Tokens are stored in the order of the turns, and `forks` lists each token that does not follow the token stored before
 it. Tokens that several turns read are stored once, even if an agent sends the whole conversation again. A sampled turn
 is always stored, even if it equals another turn.
+
+Pictures of one size stand for the same ids. So a token is stored as a key: its id and the number of its picture.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from rayapp.core.types import (
     ExpertArray,
     FloatArray,
     Fork,
-    Int32Array,
+    Media,
+    Picture,
     RequestId,
     Reward,
     RolloutStatus,
@@ -64,6 +67,9 @@ class AgentPrompt:
     """Inputs with which an agent loop starts a trajectory."""
 
     token_ids: tuple[int, ...]  # rendered once for all trajectories of a group
+    # Pictures that an environment's first message added to `token_ids`; those of a row's prompt are the group's.
+    media: Media = ()
+    pictures: Mapping[str, bytes] = field(default_factory=dict)  # SHA-256 -> encoded bytes
     # Row's `extra_info.tools_kwargs`, by tool, e.g. {"calc_gsm8k_reward": {"create_kwargs": {…}}}.
     tools_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)  # relative path -> text, in the workspace at the start
@@ -86,15 +92,17 @@ def failed(played: Trajectory, status: RolloutStatus, failure: str, *, kind: str
     return replace(played, status=status, reward=reward)
 
 
+Keys = NDArray[np.int64]
+_ID_BITS = 32
 _TOKEN = np.dtype(
-    [("id", np.int32), ("log_prob", np.float32), ("is_sampled", np.bool_), ("is_routed", np.bool_)], align=True
+    [("key", np.int64), ("log_prob", np.float32), ("is_sampled", np.bool_), ("is_routed", np.bool_)], align=True
 )
 
 
 class Recorder:
     """Records the tokens of one trajectory. `prompt_ids` is empty if each conversation has its own prompt."""
 
-    def __init__(self, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(self, prompt_ids: Sequence[int] = (), media: Media = ()) -> None:
         self.size = 0
         self.forks: list[Fork] = []
         self.turns: list[TurnRecord] = []
@@ -105,7 +113,9 @@ class Recorder:
         self._allowed: list[tuple[int, AllowedTokens]] = []
         self._starts = [0]
         self._children: dict[int, list[int]] = defaultdict(list)  # token -> tokens that fork from it
-        self.add_read(prompt_ids)
+        # SHA-256 -> (number from 1 on, number of tokens) of a picture
+        self._pictures: dict[str, tuple[int, int]] = {}
+        self.add_read(prompt_ids, media)
 
     def trajectory(
         self,
@@ -120,7 +130,7 @@ class Recorder:
         tokens, turns = self._tokens[: self.size], self.turns
         said = turns[-1].text if turns else ""
         played = Trajectory(
-            token_ids=tokens["id"].copy(),
+            token_ids=tokens["key"].astype(np.int32),  # without the picture's number
             response_mask=tokens["is_sampled"].copy(),
             rollout_log_probs=tokens["log_prob"].copy(),
             completion_text=said if answer is None else answer,
@@ -134,6 +144,7 @@ class Recorder:
             agent_output=agent_output,
             routed_experts=self._routed_experts(),
             allowed=self._allowed_tokens(),
+            media=self._media(tokens["key"]),
         )
         return failed(played, status, failure) if status.is_error else played
 
@@ -146,7 +157,7 @@ class Recorder:
     ) -> Completion:
         """Sample one turn after the last token, and record it with the text of `text_of`."""
         started_at_s, last = time.time(), self.size - 1
-        sampling = replace(sampling, num_routed=self.num_routed(last))
+        sampling = replace(sampling, num_routed=self.num_routed(last), media=self.media(last))
         completion = await engine.generate(request_id, self.context(last), sampling)
         self.add_turn(last, (), completion, text=text_of(completion), started_at_s=started_at_s)
         return completion
@@ -154,9 +165,28 @@ class Recorder:
     def add_calls(self, calls: tuple[CallRecord, ...]) -> None:
         self.turns[-1] = replace(self.turns[-1], calls=calls)
 
-    def add_read(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy reads but did not sample."""
-        self._append(self.size - 1, np.asarray(token_ids, np.int32), sampled=False)
+    def add_read(self, token_ids: Sequence[int], media: Media = ()) -> None:
+        """Append tokens that the policy reads but did not sample, with the pictures among them."""
+        self._append(self.size - 1, self.keys(token_ids, media), sampled=False)
+
+    def keys(self, token_ids: Sequence[int] | Keys, media: Media = ()) -> Keys:
+        """Return the keys of tokens with pictures among them."""
+        keys: Keys = np.array(token_ids, np.int64)
+        for each in media:
+            number, _ = self._pictures.setdefault(each.sha256, (len(self._pictures) + 1, each.end - each.start))
+            keys[each.start : each.end] += number << _ID_BITS
+        return keys
+
+    def _media(self, keys: Keys) -> Media:
+        """Return the pictures among tokens. A turn never ends inside a picture, so each is whole."""
+        numbers = keys >> _ID_BITS
+        shown, known, found, place = np.flatnonzero(numbers), list(self._pictures.items()), list[Picture](), 0
+        while place < shown.size:
+            start = int(shown[place])
+            sha256, (_, size) = known[int(numbers[start]) - 1]
+            found.append(Picture(sha256=sha256, start=start, end=start + size))
+            place += size
+        return tuple(found)
 
     def _routed_experts(self) -> ExpertArray | None:
         if not self._experts:
@@ -180,27 +210,34 @@ class Recorder:
 
     def context(self, last: int) -> list[int]:
         """Return the ids on the path to the token at `last`, inclusive, which are the engine's prompt; none for -1."""
-        path = path_to(last, self.forks) if self.forks else slice(last + 1)
-        ids: list[int] = self._tokens["id"][path].tolist()
+        ids: list[int] = self._context(last).astype(np.int32).tolist()
         return ids
+
+    def media(self, last: int) -> Media:
+        """Return the pictures among the tokens of `context`."""
+        return self._media(self._context(last)) if self._pictures else ()
+
+    def _context(self, last: int) -> Keys:
+        keys: Keys = self._tokens["key"][path_to(last, self.forks) if self.forks else slice(last + 1)]
+        return keys
 
     def sampled_ids(self, turn: int) -> list[int]:
-        ids: list[int] = self._tokens["id"][self.turns[turn].start : self.turns[turn].end].tolist()
+        ids: list[int] = self._tokens["key"][self.turns[turn].start : self.turns[turn].end].tolist()
         return ids
 
-    def num_new(self, after: int, ids: Sequence[int]) -> int:
-        """Return how many of the tokens `ids`, read after the token at `after`, the tree doesn't have yet."""
-        return len(ids) - self._known(after, np.asarray(ids, np.int32))[1]
+    def num_new(self, after: int, ids: Sequence[int] | Keys) -> int:
+        """Return how many of the tokens, ids or keys, read after the token at `after`, the tree doesn't have yet."""
+        return len(ids) - self._known(after, self.keys(ids))[1]
 
     def add_turn(
-        self, after: int, read_ids: Sequence[int], completion: Completion, *, text: str, started_at_s: float
+        self, after: int, read_ids: Sequence[int] | Keys, completion: Completion, *, text: str, started_at_s: float
     ) -> tuple[int, int]:
-        """Record the tokens read after `after` (-1: a new conversation), and the turn sampled after them. Return the
-        indices of the last read and the last sampled token."""
-        ids = np.asarray(read_ids, np.int32)
-        after, num_known = self._known(after, ids)
-        prompt_end = self._append(after, ids[num_known:], sampled=False)
-        last = self._append(prompt_end, completion.token_ids, completion.log_probs, sampled=True)
+        """Record the tokens, ids or keys, read after `after` (-1: a new conversation), and the turn sampled after them.
+        Return the indices of the last read and the last sampled token."""
+        keys = self.keys(read_ids)
+        after, num_known = self._known(after, keys)
+        prompt_end = self._append(after, keys[num_known:], sampled=False)
+        last = self._append(prompt_end, completion.token_ids.astype(np.int64), completion.log_probs, sampled=True)
         self._note_experts(last, completion)
         if completion.allowed is not None:
             self._allowed.append((self.size - completion.token_ids.size, completion.allowed))
@@ -218,11 +255,11 @@ class Recorder:
         self._experts.append((indices[is_new], completion.routed_experts[is_new]))
         self._tokens["is_routed"][indices] = True
 
-    def _known(self, after: int, ids: Int32Array) -> tuple[int, int]:
+    def _known(self, after: int, keys: Keys) -> tuple[int, int]:
         """Return the last of these tokens that the tree already has after `after`, and their number."""
         num_known = 0
-        while num_known < ids.size:
-            found = [(self._num_equal(start, ids[num_known:]), start) for start in self._next(after)]
+        while num_known < keys.size:
+            found = [(self._num_equal(start, keys[num_known:]), start) for start in self._next(after)]
             number, start = max(found, default=(0, 0))
             if number == 0:
                 break
@@ -234,17 +271,17 @@ class Recorder:
         is_first = after == -1 and self.size > 0
         return [*([after + 1] if is_inside or is_first else []), *self._children.get(after, ())]
 
-    def _num_equal(self, start: int, ids: Int32Array) -> int:
+    def _num_equal(self, start: int, keys: Keys) -> int:
         run = bisect_right(self._starts, start)
         end = self._starts[run] if run < len(self._starts) else self.size
-        size = min(end - start, ids.size)
-        differ = np.flatnonzero(self._tokens["id"][start : start + size] != ids[:size])
+        size = min(end - start, keys.size)
+        differ = np.flatnonzero(self._tokens["key"][start : start + size] != keys[:size])
         return int(differ[0]) if differ.size else size
 
-    def _append(self, after: int, ids: Int32Array, log_probs: FloatArray | float = 0.0, *, sampled: bool) -> int:
-        if not ids.size:
+    def _append(self, after: int, keys: Keys, log_probs: FloatArray | float = 0.0, *, sampled: bool) -> int:
+        if not keys.size:
             return after
-        start, self.size = self.size, self.size + int(ids.size)
+        start, self.size = self.size, self.size + int(keys.size)
         if after != start - 1:
             self.forks.append(Fork(start=start, after=after))
             self._starts.append(start)
@@ -254,7 +291,7 @@ class Recorder:
             larger[:start] = self._tokens[:start]
             self._tokens = larger
         added = self._tokens[start : self.size]
-        added["id"], added["log_prob"], added["is_sampled"], added["is_routed"] = ids, log_probs, sampled, False
+        added["key"], added["log_prob"], added["is_sampled"], added["is_routed"] = keys, log_probs, sampled, False
         return self.size - 1
 
 

@@ -33,11 +33,10 @@ from rayapp.rollout.problem import (
     prompted,
 )
 from rayapp.storage.models.fetch import with_local_model
-from rayapp.storage.models.pictures import load_pictures, reads_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
-from rayapp.tasks.data.pictures import PictureFiles, PictureRows
+from rayapp.tasks.data.pictures import picture_rows
 from rayapp.tasks.data.reading import Encode, ReadOptions, TrainingData, open_data
 from rayapp.tasks.loading import load_tasks
 from rayapp.tasks.verdict import PLAIN, Judges, Judging, Weights
@@ -159,11 +158,7 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
             pictures=pictures,
         )
 
-    pictures = None
-    if reads_pictures(config.model):
-        processor = await asyncio.to_thread(load_pictures, config.model)
-        pictures = PictureRows(processor, PictureFiles(config.data.cache_dir, fetches=config.data.image_urls))
-
+    pictures = await asyncio.to_thread(picture_rows, config)
     train = await opened(config.tasks, shuffle=config.data.shuffle)
     return train, await opened(config.eval.tasks, shuffle=False)
 
@@ -273,7 +268,7 @@ async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
         train, held_out = await open_files(config, agent.prompt_ids)
         if plays_outside and any(each is not None and each.has_pictures for each in (train, held_out)):
             raise InputError(
-                "an external agent can't read the pictures of data rows: its API takes only text. Use agent.name: "
+                "an external agent gets only the text of data rows, which have pictures. Use agent.name: "
                 "tool_agent or single_turn_agent"
             )
     except BaseException:

@@ -62,6 +62,7 @@ _CALL = pa.struct(
         *_all(_TEXT, "name", "arguments", "output", "failure"),
         *_all(_FLOAT, "reward", "started_at_s", "duration_s", "waited_s"),
         ("execs", pa.list_(_EXEC)),
+        ("pictures", pa.list_(_TEXT)),
     ]
 )
 _SPAN = pa.struct(_all(_INT, "policy_version", "num_tokens"))
@@ -326,7 +327,8 @@ def _turn(record: dict[str, Any]) -> TurnRecord:
 
 
 def _call(record: dict[str, Any]) -> CallRecord:
-    return CallRecord(**record | {"execs": tuple(ExecRecord(**one) for one in record["execs"])})
+    execs, pictures = tuple(ExecRecord(**one) for one in record["execs"]), tuple(record.get("pictures") or ())
+    return CallRecord(**record | {"execs": execs, "pictures": pictures})
 
 
 READ = ["step", "group_id", "task", "prompt", "completion", "reward", "valid", "token_ids", "response_mask",

@@ -3,8 +3,8 @@
     encoded bytes --hash_bytes--> name      Picture(sha256, start, end) -- a run of tokens, made by the processor
     p q [v v v v] r  --compact-->  p q v r  -- the engine's form, in which one placeholder stands for a picture
 
-Only `opened` and `size_of` need Pillow. `size_of` decodes the whole picture, so a damaged or hostile file must be read
-in the text process (`tasks.text_process`), which has limits of time and memory.
+Only `opened` and `sizes_of` need Pillow. `sizes_of` decodes whole pictures, so damaged or hostile files must be read in
+the text process (`tasks.text_process`), which has limits of time and memory.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from __future__ import annotations
 import base64
 import binascii
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rayapp.core.errors import InputError
 from rayapp.core.files import aside
-from rayapp.core.types import Group, Media
+from rayapp.core.types import Group, Media, Trajectory
+from rayapp.storage.base import hash_bytes
 
-MAX_BYTES = 20 << 20
-"""Maximum bytes of an encoded picture."""
-MAX_PIXELS = 1 << 25
-"""Maximum pixels of a picture: 33 million, e.g. 8192 x 4096."""
+MAX_BYTES = 20 << 20  # of an encoded picture
+MAX_PIXELS = 1 << 25  # of a picture: 33 million, e.g. 8192 x 4096
+MOST_PICTURES = 128  # of a prompt, and of the later turns of a trajectory
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 # First bytes of a file -> its usual ending.
 KINDS = {b"\x89PN": "png", b"\xff\xd8\xff": "jpg", b"GIF": "gif", b"RIF": "webp"}
-IMAGE_PART = {"type": "image"}
-"""Part of a message's content where a chat template writes its placeholder."""
+IMAGE_PART = {"type": "image"}  # part of a message's content where a chat template writes its placeholder
 
 
 def check_bytes(encoded: bytes) -> bytes:
@@ -38,17 +38,20 @@ def check_bytes(encoded: bytes) -> bytes:
     return encoded
 
 
-def size_of(encoded: bytes) -> tuple[int, int]:
-    """Return width and height of a picture, after decoding it. Raises ValueError or OSError: it is damaged, or has too
-    many pixels."""
+def sizes_of(pictures: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Return width and height of each picture, after decoding it. Raises ValueError or OSError: one is damaged, or has
+    too many pixels."""
     from PIL import Image
 
-    with Image.open(io.BytesIO(encoded), formats=FORMATS) as picture:
-        width, height = picture.size
-        if width * height > MAX_PIXELS:
-            raise ValueError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
-        picture.load()
-    return width, height
+    sizes = list[tuple[int, int]]()
+    for encoded in pictures:
+        with Image.open(io.BytesIO(encoded), formats=FORMATS) as picture:
+            width, height = picture.size
+            if width * height > MAX_PIXELS:
+                raise ValueError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
+            picture.load()
+        sizes.append((width, height))
+    return sizes
 
 
 def opened(encoded: bytes) -> Any:
@@ -79,6 +82,25 @@ def compact(token_ids: Sequence[int], media: Media, placeholder: int) -> list[in
         kept += [*token_ids[end : picture.start], placeholder]
         end = picture.end
     return [*kept, *token_ids[end:]]
+
+
+def by_sha256(pictures: Iterable[bytes]) -> dict[str, bytes]:
+    return {hash_bytes(check_bytes(each)): each for each in pictures}
+
+
+def pictures_of(rows: Iterable[Trajectory], pictures: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the encoded bytes, by SHA-256, of the pictures in the trajectories."""
+    return {each.sha256: pictures[each.sha256] for row in rows for each in row.media}
+
+
+def pictured(text: str, number: int) -> str | list[dict[str, str]]:
+    """Return a message's content: the text and, as parts, this number of pictures after it."""
+    return [{"type": "text", "text": text}, *[IMAGE_PART] * number] if number else text
+
+
+def moved(media: Media, size: int) -> Media:
+    """Return the pictures behind `size` more tokens."""
+    return tuple(replace(each, start=each.start + size, end=each.end + size) for each in media)
 
 
 def write_pictures(folder: Path, groups: Sequence[Group]) -> None:

@@ -67,6 +67,8 @@ class ToolOutput:
     """Executions in sandboxes during the call, for the trace of the rollout."""
     answer: str | None = None
     """The trajectory's answer in place of the policy's last turn. Only for tools with `ends_episode`."""
+    pictures: tuple[bytes, ...] = ()
+    """Encoded pictures (PNG, JPEG, …), which the policy reads after the text."""
 
 
 class ToolFailedError(Exception):

@@ -16,9 +16,10 @@ from typing import Any
 
 import httpx2
 
-from rayapp.core.errors import ConfigError, ToolUnavailableError, first_error
+from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError, first_error
 from rayapp.core.http import TokenBucket, pauses_s, retry_after_s
 from rayapp.core.types import ExecOutcome, ExecRecord
+from rayapp.storage.media import from_data_uri
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.config import McpToolConfig
 from rayapp.tools.mcp_session import McpSession, RpcError
@@ -235,7 +236,14 @@ class McpTool:
         if answer.is_error:
             raise ToolFailedError(text or f"{self.schema.name} failed")
         ran = _execution(answer, started_at_s, time.monotonic() - started)
-        return ToolOutput(text=text, waited_s=waited_s, execs=ran)
+        return ToolOutput(text=text, waited_s=waited_s, execs=ran, pictures=self._pictures(answer))
+
+    def _pictures(self, answer: Any) -> tuple[bytes, ...]:
+        parts = [part for part in answer.content if getattr(part, "type", "") == "image"]
+        try:
+            return tuple(from_data_uri(f"data:image/;base64,{part.data}") for part in parts)
+        except InputError as error:
+            raise ToolFailedError(f"{self.schema.name}: {error}") from None
 
     async def reward(self, state: McpLink) -> float | None:
         return None

@@ -205,6 +205,7 @@ class ToolStates:
     kwargs: Mapping[str, Mapping[str, Any]]
     workspace: Workspace | None  # shared by the tools; closed when the first of them is released
     answer: str | None = None  # of the first output that contains one
+    pictures: dict[str, bytes] = field(default_factory=dict)  # of all outputs, by SHA-256
     _states: dict[str, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:

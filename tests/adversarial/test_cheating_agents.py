@@ -37,16 +37,6 @@ async def test_a_cheating_agent_is_paid_nothing_and_an_honest_one_in_full(benchm
             assert not await benchmark.paid_by_us(source, task, agent), agent["name"]
 
 
-async def test_the_own_box_pays_what_it_is_compared_for(benchmark: Any) -> None:
-    task = benchmark.repository_task()
-    async with open_pool(SandboxConfig(), "cheating") as (source, _):
-        paid = [
-            await benchmark.paid_in_its_own_box(source, task, agent)
-            for agent in (benchmark.honest(), {"name": "does nothing"}, benchmark.AGENTS[0])
-        ]
-    assert paid == [True, False, True]
-
-
 @pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.long)])
 async def test_a_trusted_script_pays_no_cheating_agent_and_the_honest_one_in_full(benchmark: Any, step: int) -> None:
     task = benchmark.script_task()

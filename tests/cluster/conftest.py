@@ -1,4 +1,4 @@
-"""A Ray of the test's own, however busy the machine is, in this process or as a head with a dashboard; Prometheus."""
+"""A Ray of the test's own, however busy the machine is, in this process or as a head with a dashboard."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
+from support.learners import save_moved
 from support.ports import free_port
+from support.timing import wait_until
 
 ROOT = Path(__file__).parents[2]
 RAY = Path(sys.executable).with_name("ray")
 TOKEN = "a-token-of-forty-characters-for-the-tests"
 DEADLINE_S = 900.0
-Start = Callable[..., "Prometheus"]
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,7 @@ class Head:
 
     def until(self, condition: Callable[[], bool], failure: Callable[[], str]) -> None:
         """Raises AssertionError: the condition does not hold within 15 minutes of a busy machine."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, failure()
-            time.sleep(0.5)
+        wait_until(condition, failure, timeout_s=DEADLINE_S)
 
 
 @pytest.fixture(scope="module")
@@ -202,97 +198,10 @@ def until_started() -> Callable[[Callable[[], Any]], Any]:
     return started
 
 
-@pytest.fixture
-def start_ray(until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[Callable[..., None]]:
-    """Call it with options of `ray.init` to connect this process to a new Ray."""
-    import ray
-
-    try:
-        yield lambda **options: until_started(lambda: ray.init(address="local", logging_level="critical", **options))
-    finally:
-        ray.shutdown()
-
-
-@dataclass(frozen=True)
-class Prometheus:
-    """One that runs."""
-
-    port: int
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def wait_until(self, condition: Callable[[], bool], failure: Callable[[], str]) -> None:
-        """Raises AssertionError: it ended, or the condition does not hold within 15 minutes of a busy machine."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, failure()
-            time.sleep(0.5)
-
-    def query(self, expr: str) -> list[dict[str, Any]]:
-        """Results that are numbers; none while it is not up."""
-        answer = self.get(f"query?query={urllib.parse.quote(expr)}")
-        if answer is None:
-            return []
-        assert answer["status"] == "success", answer
-        return [result for result in answer["data"]["result"] if result["value"][1] != "NaN"]
-
-    def rules(self) -> list[dict[str, Any]]:
-        answer = self.get("rules")
-        return [rule for group in answer["data"]["groups"] for rule in group["rules"]] if answer else []
-
-    def get(self, path: str) -> Any:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/v1/{path}", timeout=30) as answer:
-                return json.loads(answer.read())
-        except OSError:
-            return None
-
-
-@pytest.fixture
-def start_prometheus(tmp_path: Path) -> Iterator[Start]:
-    """Call it with the port to scrape and the rules as a mapping."""
-    program = shutil.which("prometheus")
-    if program is None:
-        pytest.skip("prometheus is not here: apt-get install prometheus")
-    with contextlib.ExitStack() as stack:
-
-        def start(target_port: int, rules: dict[str, Any]) -> Prometheus:
-            (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
-            (tmp_path / "prometheus.yml").write_text(
-                "global: {scrape_interval: 2s, evaluation_interval: 2s}\nrule_files: [rules.yaml]\n"
-                f"scrape_configs:\n  - {{job_name: ray, static_configs: [{{targets: ['127.0.0.1:{target_port}']}}]}}\n"
-            )
-            port = free_port()
-            log = tmp_path / "prometheus.log"
-            process = subprocess.Popen(
-                [program, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
-                 f"--web.listen-address=127.0.0.1:{port}"],
-                stdout=stack.enter_context(log.open("wb")), stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            stack.callback(process.wait, timeout=60)
-            stack.callback(process.terminate)
-            return Prometheus(port, process, log)
-
-        yield start
-
-
 @pytest.fixture(scope="module")
 def moved_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model in float32, four heads, with every weight moved as an optimizer step would."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("moved")
-    for file in tiny_model.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
-    model.save_pretrained(folder)
-    return folder
+    return save_moved(tiny_model, tmp_path_factory.mktemp("moved"), noise=0.02, dtype="float32")
 
 
 @pytest.fixture(scope="session")
@@ -331,34 +240,6 @@ def run_two_ranks() -> Callable[..., list[Any]]:
         return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
     return run
-
-
-@pytest.fixture(scope="module")
-def write_groups(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Call it with a seed: a file of three groups of four trajectories each, of random tokens and rewards."""
-    return lambda *, seed: written_groups(tmp_path_factory.mktemp("trajectories"), seed)
-
-
-def written_groups(folder: Path, seed: int) -> Path:
-    import numpy as np
-
-    from rayapp.core.types import Group, Prompt
-    from rayapp.runs.trajectories import write_trajectories
-    from support import make
-
-    rng = np.random.default_rng(seed)
-    groups = []
-    for group_id in range(3):
-        prompt = rng.integers(2, 90, 5)
-        members = []
-        for _ in range(4):
-            tokens = np.concatenate([prompt, rng.integers(2, 90, rng.integers(2, 12))])
-            members.append(make.trajectory(tokens, prompt.size, reward=float(rng.normal()), log_prob=-4.0))
-        rendered = Prompt(task="t", text="", token_ids=prompt.astype(np.int32))
-        groups.append(Group(group_id=group_id, prompt=rendered, trajectories=tuple(members)))
-    path = folder / "step=000001.parquet"
-    write_trajectories(path, 1, groups)
-    return path
 
 
 @pytest.fixture

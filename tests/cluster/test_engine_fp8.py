@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file
 
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
-from rayapp.engine.weights.buckets import SharedWeights, pack
+from support import family_trial as trial
 from support import make
-from support.learners import plain_log_probs
+from support.learners import plain_log_probs, save_moved
 
 pytestmark = [
     pytest.mark.cluster,
@@ -47,17 +48,7 @@ async def engine(tiny_model: Path) -> AsyncIterator[VllmEngine]:
 @pytest.fixture(scope="module")
 def moved(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model far from the engine's first one."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    folder = tmp_path_factory.mktemp("moved")
-    model.save_pretrained(folder)
-    return folder
+    return save_moved(tiny_model, tmp_path_factory.mktemp("moved"), noise=0.05)
 
 
 async def errors(engine: VllmEngine, group: int, *models: Path) -> list[float]:
@@ -74,26 +65,13 @@ async def errors(engine: VllmEngine, group: int, *models: Path) -> list[float]:
     return [float(np.concatenate([error(each, model) for each in completions]).mean()) for model in models]
 
 
-def sent(folder: Path, file: Path) -> SharedWeights:
-    from safetensors.torch import load_file
-
-    (bucket,) = pack(load_file(folder / "model.safetensors").items(), 1 << 30)
-    file.write_bytes(bucket.data.tobytes())
-    return SharedWeights(path=str(file), entries=bucket.entries, checksums=dict(bucket.checksums))
-
-
-async def test_new_weights_are_rounded_as_they_are_loaded(
-    engine: VllmEngine, tiny_model: Path, moved: Path, tmp_path: Path
-) -> None:
+async def test_new_weights_are_rounded_as_they_are_loaded(engine: VllmEngine, tiny_model: Path, moved: Path) -> None:
     own, other = await errors(engine, 0, tiny_model, moved)
     assert own < FP8_ERROR < 3 * FP8_ERROR < other
 
-    weights = sent(moved, tmp_path / "weights")
-    await engine.begin_update("memory")
-    await engine.receive_weights(weights)
-    num_loaded = await engine.finish_update(1, weights.checksums)
-    await engine.go_on()
+    bucket = trial.bucket_of(list(load_file(moved / "model.safetensors").items()))
+    num_loaded = await trial.load_weights(engine, 1, bucket)
 
     other, own = await errors(engine, 1, tiny_model, moved)
     assert own < FP8_ERROR < 3 * FP8_ERROR < other
-    assert num_loaded == len(weights.entries)
+    assert num_loaded == len(bucket.entries)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,18 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file
 
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
-from rayapp.engine.weights.buckets import SharedWeights, TensorEntry, pack
+from rayapp.engine.weights.buckets import WeightBucket
+from support import family_trial as trial
 from support import make
-from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs
+from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs, save_moved
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
 BLOCK_TOKENS, NUM_BLOCKS = 32, 20
-
-"""bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
 PROMPT = [72, 75, 84, 85, 41, 42, 43, 44]
 
 
@@ -57,65 +58,57 @@ async def test_vllms_own_counters_make_the_limit_back_off_and_every_request_is_s
     assert all(c.log_probs.size == c.token_ids.size for c in completions)
 
 
-Weights = tuple[Path, list[TensorEntry]]
-"""In a file as a server would hand it over."""
+@dataclass(frozen=True)
+class Sent:
+    """A model, and its weights as a learner sends them."""
+
+    folder: Path
+    bucket: WeightBucket
 
 
 @pytest.fixture(scope="module")
-def weights(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Weights, Weights]:
-    """The model's, and others far from them."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16)
-    original = written(tmp_path_factory.mktemp("original") / "weights", model)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.3)
-    model.save_pretrained(tmp_path_factory.getbasetemp() / "moved-model")
-    return original, written(tmp_path_factory.mktemp("moved") / "weights", model)
+def models(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Sent, Sent]:
+    """The engine's own model, and one far from it."""
+    folders = (tiny_model, save_moved(tiny_model, tmp_path_factory.mktemp("moved"), noise=0.3))
+    own, moved = (
+        Sent(folder, trial.bucket_of(list(load_file(folder / "model.safetensors").items()))) for folder in folders
+    )
+    return own, moved
 
 
-def written(file: Path, model: Any) -> Weights:
-    (bucket,) = pack(model.state_dict().items(), 1 << 30)
-    file.write_bytes(bucket.data.tobytes())
-    return file, list(bucket.entries)
+def differences(model: Sent, completion: Completion) -> np.ndarray:
+    """Return how far the log-probs (T,) of a completion behind PROMPT are from those of a model."""
+    expected = plain_log_probs(model.folder, [*PROMPT, *completion.token_ids.tolist()])[len(PROMPT) - 1 :]
+    return np.abs(completion.log_probs - expected)
 
 
-def log_probs(folder: Path, completion: Completion) -> np.ndarray:
-    """(T,) of a completion behind PROMPT, under the model in `folder`."""
-    return plain_log_probs(folder, [*PROMPT, *completion.token_ids.tolist()])[len(PROMPT) - 1 :]
-
-
-async def update(engine: VllmEngine, version: int, weights: Weights) -> None:
-    await engine.begin_update("memory")
-    await engine.receive_weights(SharedWeights(path=str(weights[0]), entries=tuple(weights[1]), checksums={}))
-    await engine.finish_update(version, {})
-    await engine.go_on()
-
-
-async def spanning_an_update(engine: VllmEngine, original: Weights, moved: Weights) -> tuple[int, list[Completion]]:
-    """The version before, and those of three completions during which the moved weights, five versions later, came."""
+async def spanning_an_update(
+    engine: VllmEngine, models: tuple[Sent, Sent], *, loses_keys: bool = False
+) -> tuple[int, list[Completion]]:
+    """Return the version before, and those of three completions during which the moved weights, five versions later,
+    came. With `loses_keys` they lost their keys and values before, as in a sleep on a GPU."""
     for _ in range(10):
         before = engine.policy_version
         running = asyncio.create_task(sample(engine, 1, 3))
         async with asyncio.timeout(60):
             while engine.load()["running"] < 1 and not running.done():
                 await asyncio.sleep(0)
-        await update(engine, before + 5, moved)
-        spanning = [c for c in await running if c.version_spans]
-        if spanning:
+        if loses_keys:
+            assert not await engine.sleep(keeps_requests=True)  # a CPU's memory is not freed
+            # vLLM's sleep on a GPU does this to the requests that it keeps: preempts them, and empties the caches.
+            await engine._engine.pause_generation(mode="keep", clear_cache=True)
+        await trial.load_weights(engine, before + 5, models[1].bucket)
+        if spanning := [c for c in await running if c.version_spans]:
             return before, spanning
         # The engine was done before this process, which others keep from the processor, could ask.
-        await update(engine, before + 6, original)
+        await trial.load_weights(engine, before + 6, models[0].bucket)
     raise AssertionError("no update came while the engine sampled")
 
 
 async def test_weights_that_arrive_in_the_middle_go_on_from_the_same_tokens_and_are_told_apart(
-    engine: VllmEngine, tiny_model: Path, weights: tuple[Weights, Weights]
+    engine: VllmEngine, models: tuple[Sent, Sent]
 ) -> None:
-    before, spanning = await spanning_an_update(engine, *weights)
+    before, spanning = await spanning_an_update(engine, models)
 
     for completion in spanning:
         first, last = completion.version_spans
@@ -123,49 +116,28 @@ async def test_weights_that_arrive_in_the_middle_go_on_from_the_same_tokens_and_
         assert completion.policy_version == before
         assert first.num_tokens + last.num_tokens == completion.token_ids.size
         # The tokens before are the old weights' to the last bits; those behind are not.
-        difference = np.abs(completion.log_probs - log_probs(tiny_model, completion))
+        difference = differences(models[0], completion)
         assert difference[: first.num_tokens].max() < MAX_LOG_PROB_DIFFERENCE
         assert difference[first.num_tokens :].max() > 10 * MAX_LOG_PROB_DIFFERENCE
+    (later,) = await sample(engine, 2, 1)
+    assert (later.version_spans, later.policy_version) == ((), engine.policy_version)
 
 
 @pytest.mark.long
 async def test_requests_that_lost_their_keys_and_values_as_in_a_sleep_go_on_as_the_new_weights_compute_them(
-    engine: VllmEngine, weights: tuple[Weights, Weights], tmp_path_factory: pytest.TempPathFactory
+    engine: VllmEngine, models: tuple[Sent, Sent]
 ) -> None:
-    original, moved = weights
-    moved_model = tmp_path_factory.getbasetemp() / "moved-model"
-    await update(engine, engine.policy_version + 1, original)
-    for _ in range(10):
-        before = engine.policy_version
-        running = asyncio.create_task(sample(engine, 3, 3))
-        async with asyncio.timeout(60):
-            while engine.load()["running"] < 1 and not running.done():
-                await asyncio.sleep(0)
-        assert not await engine.sleep(keeps_requests=True)  # a CPU's memory is not freed
-        # vLLM's sleep on a GPU does this to the requests that it keeps: preempts them, and empties the caches.
-        await engine._engine.pause_generation(mode="keep", clear_cache=True)
-        await update(engine, before + 1, moved)
-        spanning = [c for c in await running if c.version_spans]
-        if spanning:
-            break
-        await update(engine, before + 2, original)
+    await trial.load_weights(engine, engine.policy_version + 1, models[0].bucket)
+    _, spanning = await spanning_an_update(engine, models, loses_keys=True)
 
-    assert spanning
     for completion in spanning:
         first = completion.version_spans[0].num_tokens
         assert first + completion.version_spans[1].num_tokens == completion.token_ids.size
-        difference = np.abs(completion.log_probs - log_probs(moved_model, completion))
+        difference = differences(models[1], completion)
         assert np.median(difference[:first]) > 10 * MAX_LOG_PROB_DIFFERENCE
         # The whole context is computed again, so that not a key of the old weights is left. The moved weights are
         # large: in bfloat16 their own log-probs differ from those in float32 by 0.035 in the median, by 0.7 at most.
         assert np.median(difference[first:]) < 3 * MAX_LOG_PROB_DIFFERENCE
-
-
-async def test_after_an_update_requests_are_sampled_by_the_new_weights_alone(engine: VllmEngine) -> None:
-    (completion,) = await sample(engine, 2, 1)
-
-    assert completion.version_spans == ()
-    assert completion.policy_version == engine.policy_version
 
 
 async def test_an_engine_whose_process_ends_just_as_it_is_killed_is_closed_whole(

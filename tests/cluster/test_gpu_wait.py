@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,38 +64,33 @@ async def test_run_waits_until_the_workers_are_there(cluster: Any) -> None:
     await waiting
 
 
-async def test_an_evaluation_does_not_wait_for_the_learners_gpus(
-    cluster: Any, tiny_model: Path, letter_tasks: list[str], tmp_path: Path
-) -> None:
-    # The cluster has the one GPU of the server, and none for the eight learners that the config would train with.
-    config = Config.model_validate(
+@pytest.fixture
+def run_of(cluster: Any, tiny_model: Path, letter_tasks: list[str], tmp_path: Path) -> Callable[..., Config]:
+    """Call it with sections: the config of a run on this cluster, to which the run itself connects."""
+    ray.shutdown()
+    return lambda **sections: Config.model_validate(
         {
-            "run": {"name": "evaluated", "output_dir": str(tmp_path)},
+            "run": {"name": "waits", "output_dir": str(tmp_path)},
             "model": {"path": str(tiny_model)},
             "tasks": letter_tasks,
-            "cluster": {"address": cluster.address, "wait_for_gpus_s": 5.0},
-            "learner": {"num_learners": 8},
+            **sections,
+            "cluster": {"address": cluster.address, **sections["cluster"]},
         }
     )
-    ray.shutdown()
+
+
+async def test_an_evaluation_does_not_wait_for_the_learners_gpus(run_of: Callable[..., Config]) -> None:
+    # The cluster has the one GPU of the server, and none for the eight learners that the config would train with.
+    config = run_of(cluster={"wait_for_gpus_s": 5.0}, learner={"num_learners": 8})
 
     async with open_cluster(config, with_learners=False, stand_ins=stand_ins()) as opened:
         assert len(opened.servers) == 1
 
 
 async def test_servers_on_shared_gpus_are_ready_and_asleep_before_a_learner_loads_its_model(
-    cluster: Any, tiny_model: Path, letter_tasks: list[str], tmp_path: Path
+    run_of: Callable[..., Config],
 ) -> None:
-    config = Config.model_validate(
-        {
-            "run": {"name": "shared", "output_dir": str(tmp_path)},
-            "model": {"path": str(tiny_model)},
-            "tasks": letter_tasks,
-            "cluster": {"address": cluster.address, "placement": "colocated"},
-            "server": {"weight_transport": "object_store"},
-        }
-    )
-    ray.shutdown()
+    config = run_of(cluster={"placement": "colocated"}, server={"weight_transport": "object_store"})
     lines: list[str] = []
 
     async with open_cluster(config, report=lines.append, stand_ins=stand_ins()):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ import yaml
 
 from rayapp.cli.values import rendered
 from rayapp.config.loading import load_config, to_yaml
-from support.ports import free_port
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -120,20 +118,3 @@ def test_stopped_job_has_the_time_to_save(head: Any, tmp_path: Path) -> None:
 
     assert "stopped" in (stopped.stdout + stopped.stderr).lower()
     assert (tmp_path / "slow" / "checkpoints" / "step=000003" / "manifest.json").exists()
-
-
-@pytest.mark.long
-def test_ray_does_not_start_on_a_metrics_port_that_is_taken_and_the_other_ray_goes_on(start_head: Any) -> None:
-    # Two people follow docs/operate.md on one machine: `rayapp doctor` names the port, Ray itself says no more than
-    # this, half a minute later.
-    with start_head("disabled") as first, tempfile.TemporaryDirectory(prefix="rj", dir="/tmp") as folder:
-        second = first.run(
-            str(RAY), "start", "--head", "--block", "--port=0", "--dashboard-port=0", "--dashboard-agent-listen-port=0",
-            f"--ray-client-server-port={free_port()}", f"--metrics-export-port={first.metrics_port}",
-            f"--temp-dir={folder}", "--num-cpus=1", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1",
-        )  # fmt: skip
-
-        assert second.returncode == 1
-        assert "timed out during startup" in second.stdout + second.stderr
-        attached = first.run(sys.executable, "-c", ATTACH, first.gcs)
-        assert attached.stdout == "attached\n", attached.stdout + attached.stderr

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
-from rayapp.core.types import FloatArray, Group, Prompt
 from rayapp.engine.weights.buckets import WeightBucket
 from support import make
+from support.learners import exported
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -29,17 +28,6 @@ def config_of(model: Path, learner: str, server: str) -> Config:
     return make.config(model, learner={"compute_dtype": learner}, server={"dtype": server})
 
 
-def sent_by_learner(config: Config, version: int) -> tuple[list[WeightBucket], FloatArray]:
-    """What a learner sends as this version, and its log-probs of TOKENS after the first four."""
-    prompt = Prompt(task="t", text="", token_ids=np.array(TOKENS[:4], np.int32))
-    learner = Learner(config, 0, 1, "", 0)
-    try:
-        group = Group(group_id=0, prompt=prompt, trajectories=(make.trajectory(TOKENS, 4),))
-        return list(learner.export_weights(version, 1 << 20)), learner.log_probs_of(group)[0]
-    finally:
-        learner.close()
-
-
 @pytest.mark.parametrize("server_dtype", ["float32", "bfloat16"])
 async def test_the_engine_holds_the_weights_of_the_learner_in_every_pair_of_formats(
     tiny_model: Path, moved_model: Path, references: References, server_dtype: str
@@ -51,7 +39,8 @@ async def test_the_engine_holds_the_weights_of_the_learner_in_every_pair_of_form
         await server.start()
         for learner_dtype in ("float32", "bfloat16"):
             for version in (1, last):
-                buckets, expected = sent_by_learner(config_of(moved_model, learner_dtype, server_dtype), version)
+                config = config_of(moved_model, learner_dtype, server_dtype)
+                buckets, expected = exported(config, TOKENS, version=version)
                 await server.load_weights(version, references(buckets))
                 computed = (await server.prompt_log_probs([TOKENS]))[0][3:]
                 found[learner_dtype, version] = float(np.abs(computed - expected).max())

@@ -8,7 +8,6 @@ and FSDP.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -30,6 +29,7 @@ from rayapp.driver.loop import train_through_losses
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.trackers import make_trackers
 from support.stand_ins import stand_ins
+from support.whole_runs import groups_of, records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -136,22 +136,11 @@ async def run_while(
     return cluster, notes
 
 
-def records(config: Config) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (config.run_folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def group_ids(folder: Path, step: int) -> list[int]:
-    import pyarrow.parquet as pq
-
-    column = pq.read_table(folder / f"trajectories/step={step:06d}.parquet", columns=["group_id"])["group_id"]
-    return sorted(set(column.to_pylist()))
-
-
 def assert_whole(config: Config) -> None:
     """Every step once, every group once (in order when synchronous), and the ledger balanced at each."""
-    found = records(config)
+    found = records(config.run_folder)
     assert [record["step"] for record in found] == list(range(1, NUM_STEPS + 1))
-    trained = [group_id for step in range(1, NUM_STEPS + 1) for group_id in group_ids(config.run_folder, step)]
+    trained = [group.group_id for group in groups_of(config.run_folder)]
     in_order = trained if config.train.max_staleness == 0 else sorted(trained)
     assert in_order == list(range(NUM_STEPS * GROUPS_PER_STEP))
     for record in found:
@@ -188,7 +177,7 @@ async def test_servers_workers_and_the_pool_die_and_a_server_hangs_and_the_run_f
     assert_whole(config)
     expected = {"vllm-server-0": 1, "vllm-server-1": 1, "rollout-worker-0": 1, "rollout-worker-1": 1, "sandbox-pool": 1}
     assert dict(cluster.supervisor.restarts) == expected | ({"vllm-server-0": 2} if hangs else {}), notes
-    assert records(config)[-1]["ledger/reissued"] > 0
+    assert records(config.run_folder)[-1]["ledger/reissued"] > 0
     told = f"lost vllm-server-0: vllm-server-0.ping did not answer within {PING_TIMEOUT_S:g} s"
     assert any(told in note for note in notes) == hangs, notes
 
@@ -210,7 +199,7 @@ async def test_a_server_that_dies_in_a_weight_sync_and_one_that_answers_but_samp
 
     assert_whole(config)
     assert dict(cluster.supervisor.restarts) == {"vllm-server-0": 1, "vllm-server-1": 1}, notes
-    assert sum(record["weight_sync/servers_failed"] for record in records(config)) == 1.0
+    assert sum(record["weight_sync/servers_failed"] for record in records(config.run_folder)) == 1.0
     stalled = next(note for note in notes if note.startswith("lost vllm-server-1"))
     assert "requests in progress advanced for" in stalled
     assert "recovery.stall_replace_s = 10" in stalled
@@ -265,7 +254,7 @@ async def test_a_learner_dies_and_then_a_whole_node_is_lost_and_all_go_on_from_t
 
     # Servers and learners are packed on one node: all of them went with it, and with the groups in its memory.
     assert_whole(config)
-    after_the_learner, found = NUM_STEPS - 2, {record["step"]: record for record in records(config)}
+    after_the_learner, found = NUM_STEPS - 2, {record["step"]: record for record in records(config.run_folder)}
     assert found[after_the_learner]["recovery/learner_restarts"] == 1.0, notes
     assert cluster.num_learner_restarts >= 2, notes
     assert {"vllm-server-0", "vllm-server-1"} <= set(cluster.supervisor.restarts), notes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import yaml
 
 from support.slurm import DEADLINE_S, Slurm, SlurmMissingError, running_slurm
+from support.timing import wait_until
 from support.whole_runs import records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -71,13 +71,6 @@ def submit(slurm: Slurm, config: Path, *options: str, **environment: str) -> Any
     )  # fmt: skip
 
 
-def until(condition: Callable[[], bool], failure: Callable[[], str]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, failure()
-        time.sleep(0.5)
-
-
 def steps_of(folder: Path) -> list[int]:
     return [record["step"] for record in records(folder)]
 
@@ -98,20 +91,20 @@ def test_a_preempted_run_over_two_nodes_saves_and_goes_on_from_its_checkpoint(
         assert slurm.job(job)["JobState"] not in ENDED_BATCH, told()
         return max(steps_of(run), default=0) >= step
 
-    until(lambda: has_step(2), told)
+    wait_until(lambda: has_step(2), told, timeout_s=DEADLINE_S)
     assert len({line.split()[-1] for line in nodes_in(log)}) == 2, told()
     assert not list(run.glob("checkpoints/step=*")), "the only checkpoint is the one that preemption makes"
 
     urgent = slurm.run("sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--wrap=sleep 1")
     assert urgent.returncode == 0, urgent.stderr
-    until(lambda: slurm.job(urgent.stdout.strip())["JobState"] == "COMPLETED", told)
+    wait_until(lambda: slurm.job(urgent.stdout.strip())["JobState"] == "COMPLETED", told, timeout_s=DEADLINE_S)
     saved = max(int(path.name[5:]) for path in run.glob("checkpoints/step=*"))
     assert saved >= 2
-    until(lambda: has_step(saved + 2), told)
+    wait_until(lambda: has_step(saved + 2), told, timeout_s=DEADLINE_S)
     assert slurm.job(job)["Restarts"] == "1"
 
     assert slurm.run("scancel", "--batch", "--signal=TERM", job).returncode == 0
-    until(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), told)
+    wait_until(lambda: slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING"), told, timeout_s=DEADLINE_S)
     assert slurm.job(job)["ExitCode"] == "130:0", told()
     assert steps_of(run) == list(range(1, len(steps_of(run)) + 1)), "no step is missing or repeated"
     assert f"resumed from step {saved}" in log.read_text(), told()

@@ -30,7 +30,6 @@ pytestmark = [
 
 MAX_LOG_PROB_DIFFERENCE = 1e-4
 """In float32. A tensor that a sync left as it was moves them by far more, whichever it is."""
-"""bfloat16 has 8 bits of mantissa: logits of size 4 differ by up to 1/64 between two orders of summation."""
 
 
 def config(model: Path) -> Config:

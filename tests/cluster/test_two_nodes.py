@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from support.ports import free_port
+from support.whole_runs import records
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
@@ -137,7 +138,7 @@ def test_a_run_on_two_nodes(
     rayapp(address, "train", str(file))
 
     assert json.loads(python(LOOK, address)) == {"two_nodes: servers and learners": nodes}
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = records(run)
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["weight_sync/servers_failed"] == 0 for step in steps)
     trained = [step for step in steps if "rollout_probs_diff/mean" in step]  # a group of equal rewards trains nothing

@@ -86,6 +86,6 @@ async def _refuses_what_has_no_place(server: VllmServer, buckets: list[WeightBuc
     """vLLM itself would leave such tensors out and go on."""
     name, *rest = buckets[0].entries[0]
     renamed = (name.replace("layers.0", "layers.7"), *rest)
-    torn = WeightBucket(entries=(renamed, *buckets[0].entries[1:]), data=buckets[0].data)  # type: ignore[arg-type]
+    torn = WeightBucket(entries=(renamed, *buckets[0].entries[1:]), data=buckets[0].data, checksums={})  # type: ignore[arg-type]
     with pytest.raises(WeightSyncError, match=r"lacks 1 of the \d+ modules that the adapter changes: model\.layers\.7"):
         await server.load_weights(9, references([torn, *buckets[1:]]))

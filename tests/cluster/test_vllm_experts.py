@@ -15,10 +15,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config, with_values
-from rayapp.core.types import FloatArray, Group, Prompt, RequestId, Reward, SamplingParams, Trajectory
+from rayapp.core.types import FloatArray, Group, RequestId, Reward, SamplingParams, Trajectory
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import WeightBucket, pack
 from rayapp.learner.state.export import sent_weights
@@ -27,14 +26,13 @@ from rayapp.rollout.recorder import Recorder
 from rayapp.storage.models.families import FAMILIES, TINY
 from support import family_trial as trial
 from support import make
-from support.learners import MAX_LOG_PROB_DIFFERENCE
+from support.learners import MAX_LOG_PROB_DIFFERENCE, exported
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MAX_FLOAT32_DIFFERENCE = 1e-4
 """A tensor that a sync left as it was moves log-probs by far more, whichever it is."""
-"""As in test_vllm_server.py: two orders of summation in bfloat16."""
 
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
@@ -63,22 +61,12 @@ def config_of(model: Path) -> Config:
     return make.config(model, rollout={"group_size": 2}, server={"dtype": "float32"})
 
 
-def exported(model: Path) -> tuple[list[WeightBucket], np.ndarray]:
-    """What a learner of this model sends, and its log-probs of TOKENS after the first four."""
-    learner = Learner(config_of(model), 0, 1, "", 0)
-    try:
-        group = make.group(make.trajectory(TOKENS, 4))
-        return list(learner.export_weights(0, 1 << 20)), learner.log_probs_of(group)[0]
-    finally:
-        learner.close()
-
-
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_experts_are_the_learners_after_every_sync(
     tiny_model: Path, tmp_path: Path, references: References, ranks: int
 ) -> None:
     models = [save_model(tmp_path / str(seed), tiny_model, seed=seed) for seed in (0, 1)]
-    sent = [exported(model) for model in models]
+    sent = [exported(config_of(model), TOKENS) for model in models]
     assert np.abs(sent[0][1] - sent[1][1]).max() > 1000 * MAX_FLOAT32_DIFFERENCE
     server = VllmServer(with_values(config_of(models[0]), server={"tensor_parallel_size": ranks}), 0)
     try:
@@ -121,15 +109,13 @@ async def test_a_learner_that_replays_the_servers_experts_is_nearer_to_its_log_p
             playing = [asyncio.create_task(play(engine, number)) for number in range(12)]
             while not engine._versions.num_open:
                 await asyncio.sleep(0)
-            await trial._load(engine, 1, bucket)
+            await trial.load_weights(engine, 1, bucket)
             rows = await asyncio.gather(*playing)
             assert engine.load()["preempted"] > 0
         finally:
             engine.close()
         assert {row.max_policy_version for row in rows} == {1}
-        group = Group(
-            group_id=0, prompt=Prompt(task="t", text="", token_ids=np.array(TOKENS, np.int32)), trajectories=rows
-        )
+        group = make.group(*rows)
         replayed = mean_difference(log_probs_of(learner, group), group)
         assert learner.model.replay is not None
         alike, taken = learner.model.replay.take_agreement()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +14,57 @@ import openai
 import pytest
 
 from actors.vllm_server import VllmServer
-from rayapp.config.config import Config
 from rayapp.core.trajectories import path_to
 from rayapp.core.types import RequestId, SamplingParams
-from rayapp.rollout.gateway.limits import SessionLimits
-from rayapp.rollout.gateway.server import Gateway
+from rayapp.rollout.gateway.session import Session
 from support import make
 from support.learners import MAX_LOG_PROB_DIFFERENCE, save_llama
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+@asynccontextmanager
+async def serving(
+    folder: Path, tokenizer: Any, *, dtype: str, sampling: SamplingParams, **options: Any
+) -> AsyncIterator[tuple[VllmServer, Session, openai.AsyncOpenAI]]:
+    """Serve one session at a gateway on a vLLM with a small model. Yield the server, the session, and its client."""
+    end_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(folder)
+    save_llama(
+        folder, dtype=dtype, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256,
+        num_hidden_layers=2, max_position_embeddings=2048, bos_token_id=None, eos_token_id=end_id, pad_token_id=end_id,
+    )  # fmt: skip
+    lengths = {"max_prompt_tokens": 1000, "max_completion_tokens": 500}
+    config = make.config(folder, rollout=lengths, server={"engine_args": {"block_size": 32}, "dtype": dtype})
+    server = VllmServer(config, 0)
+    try:
+        await server.start()
+        limits = {"max_tokens": 1500, "max_turns": 20, "request_id": RequestId("group", 1, 0)}
+        formats = make.formats(tokenizer, with_parser=False)
+        async with make.session(
+            tokenizer, server._engine, sampling=sampling, own_formats=formats, **limits, **options
+        ) as (gateway, session):
+            url = f"{gateway.url_of(session)}/v1"
+            yield server, session, openai.AsyncOpenAI(base_url=url, api_key=session.key, max_retries=0)
+    finally:
+        await server.close()
+
+
 async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_paths(
     tmp_path: Path, chat_tokenizer: Any
 ) -> None:
-    values = server_values(small_model(tmp_path, chat_tokenizer, "bfloat16"))
-    server, gateway = (
-        VllmServer(Config.model_validate(values), 0),
-        Gateway(make.formats(chat_tokenizer, with_parser=False)),
-    )
-    limits = SessionLimits(max_tokens=1500, max_turns=20)
-    try:
-        await server.start()
-        assert server._engine is not None
-        await gateway.start()
-        sampling = SamplingParams(max_tokens=30, seed=3)
-        with gateway.session(
-            engine=server._engine, sampling=sampling, limits=limits, request_id=RequestId("group", 1, 0)
-        ) as session:
-            client = openai.AsyncOpenAI(base_url=f"{gateway.url_of(session)}/v1", api_key=session.key, max_retries=0)
-            tree, load = session.tree, server._engine.load
-            history: list[Any] = [{"role": "user", "content": "hello " * 130}]
-            for _ in range(3):
-                before = load()
-                reply = (await client.chat.completions.create(model="any", messages=history)).choices[0].message
-                history += [reply, {"role": "user", "content": "and then?"}]
-                looked_up, found = (load()[key] - before[key] for key in ("prefix_queries", "prefix_hits"))
-                assert len(tree.turns) == 1 or found / looked_up > 0.9
-            again = await client.chat.completions.create(model="any", messages=history[:3], n=2)
-            anew = await client.chat.completions.create(
-                model="any", messages=[{"role": "user", "content": "compacted"}]
-            )
+    sampling = SamplingParams(max_tokens=30, seed=3)
+    async with serving(tmp_path, chat_tokenizer, dtype="bfloat16", sampling=sampling) as (server, session, client):
+        tree, load = session.tree, server._started_engine().load
+        history: list[Any] = [{"role": "user", "content": "hello " * 130}]
+        for _ in range(3):
+            before = load()
+            reply = (await client.chat.completions.create(model="any", messages=history)).choices[0].message
+            history += [reply, {"role": "user", "content": "and then?"}]
+            looked_up, found = (load()[key] - before[key] for key in ("prefix_queries", "prefix_hits"))
+            assert len(tree.turns) == 1 or found / looked_up > 0.9
+        again = await client.chat.completions.create(model="any", messages=history[:3], n=2)
+        anew = await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "compacted"}])
 
         assert len(tree.turns) == 6
         assert len(tree.forks) == 3
@@ -62,13 +74,10 @@ async def test_turns_and_forks_have_the_log_probs_that_the_engine_gives_their_pa
         assert anew.choices[0].message.content is not None
         for turn in tree.turns:
             path = path_to(turn.end - 1, tree.forks)
-            found = (await server.prompt_log_probs([tree.trajectory().token_ids[path].tolist()]))[0]
+            scored = (await server.prompt_log_probs([tree.trajectory().token_ids[path].tolist()]))[0]
             number = turn.end - turn.start
-            difference = np.abs(found[-number:] - tree.trajectory().rollout_log_probs[turn.start : turn.end]).max()
+            difference = np.abs(scored[-number:] - tree.trajectory().rollout_log_probs[turn.start : turn.end]).max()
             assert difference < MAX_LOG_PROB_DIFFERENCE, turn
-    finally:
-        await gateway.close()
-        await server.close()
 
 
 SCORE = {
@@ -85,39 +94,19 @@ async def test_under_a_form_the_log_probs_are_those_of_the_distribution_over_the
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = small_model(tmp_path, chat_tokenizer, "float32")
-    section = {"kv_cache_gib": 0.1, "engine_args": {"block_size": 32}, "dtype": "float32"}
-    values = server_values(model) | {"server": section}
-    server, gateway = (
-        VllmServer(Config.model_validate(values), 0),
-        Gateway(make.formats(chat_tokenizer, with_parser=False)),
-    )
     tool: Any = {"type": "function", "function": {"name": "rate", "description": "", "parameters": SCORE}}
-    form: Any = {"type": "json_schema", "json_schema": {"name": "score", "schema": SCORE}}
-    try:
-        await server.start()
-        assert server._engine is not None
-        await gateway.start()
-        with gateway.session(
-            engine=server._engine,
-            sampling=SamplingParams(max_tokens=300, temperature=0.7, seed=3),
-            limits=SessionLimits(max_tokens=1500, max_turns=20),
-            request_id=RequestId("group", 1, 0),
-            structured="guide",
-        ) as session:
-            client = openai.AsyncOpenAI(base_url=f"{gateway.url_of(session)}/v1", api_key=session.key, max_retries=0)
-            chat: Any = client.chat.completions
-            asked: Any = {"model": "any", "messages": [{"role": "user", "content": "rate it"}]}
-            formed = await chat.create(**asked, response_format=form)
-            free = await chat.create(**asked, max_tokens=10)
-            forced = await chat.create(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False)
-            chosen = await chat.create(**asked, extra_body={"structured_outputs": {"choice": ["left", "right"]}})
-            with pytest.raises(openai.BadRequestError, match="engine can't follow this request"):
-                await chat.create(**asked, response_format=form_with({"type": "array", "uniqueItems": True}))
+    asked: Any = {"model": "any", "messages": [{"role": "user", "content": "rate it"}]}
+    sampling = SamplingParams(max_tokens=300, temperature=0.7, seed=3)
+    options: Any = {"dtype": "float32", "sampling": sampling, "structured": "guide"}
+    async with serving(tmp_path, chat_tokenizer, **options) as (_, session, client):
+        chat: Any = client.chat.completions
+        formed = await chat.create(**asked, response_format=form_with(SCORE))
+        free = await chat.create(**asked, max_tokens=10)
+        forced = await chat.create(**asked, tools=[tool], tool_choice="required", parallel_tool_calls=False)
+        chosen = await chat.create(**asked, extra_body={"structured_outputs": {"choice": ["left", "right"]}})
+        with pytest.raises(openai.BadRequestError, match="engine can't follow this request"):
+            await chat.create(**asked, response_format=form_with({"type": "array", "uniqueItems": True}))
         played = session.trajectory()
-    finally:
-        await gateway.close()
-        await server.close()
 
     # xgrammar lets a string with maxLength hold control characters as they are.
     jsonschema.validate(json.loads(formed.choices[0].message.content, strict=False), SCORE)
@@ -128,7 +117,7 @@ async def test_under_a_form_the_log_probs_are_those_of_the_distribution_over_the
 
     assert played.allowed is not None
     masks = np.unpackbits(played.allowed.masks.view(np.uint8), axis=1, bitorder="little").astype(np.bool_)
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     is_masked = played.allowed.mask_of >= 0
     assert is_masked[~played.response_mask].sum() == 0
     for number, turn in enumerate(played.turns):
@@ -147,21 +136,3 @@ async def test_under_a_form_the_log_probs_are_those_of_the_distribution_over_the
 
 def form_with(schema: dict[str, Any]) -> Any:
     return {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
-
-
-def small_model(folder: Path, tokenizer: Any, dtype: str) -> Path:
-    tokenizer.save_pretrained(folder / "model")
-    end_id = tokenizer.eos_token_id
-    return save_llama(
-        folder / "model", dtype=dtype, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256,
-        num_hidden_layers=2, max_position_embeddings=2048, bos_token_id=None, eos_token_id=end_id, pad_token_id=end_id,
-    )  # fmt: skip
-
-
-def server_values(model: Path) -> dict[str, Any]:
-    return {
-        "model": {"path": str(model)},
-        "cluster": {"device": "cpu"},
-        "rollout": {"max_prompt_tokens": 1000, "max_completion_tokens": 500},
-        "server": {"kv_cache_gib": 0.1, "engine_args": {"block_size": 32}},
-    }

@@ -13,17 +13,18 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from actors.learner import Learner
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineError, StaleVersionError, StalledError, WeightSyncError
 from rayapp.core.types import Completion, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 from support import make
-from support.learners import MAX_LOG_PROB_DIFFERENCE, plain_log_probs
+from support.learners import MAX_LOG_PROB_DIFFERENCE, exported, plain_log_probs
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
 
 def make_config(tiny_model: Path) -> Config:
@@ -40,10 +41,7 @@ async def server(tiny_model: Path) -> AsyncIterator[VllmServer]:
 
 @pytest.fixture(scope="module")
 def buckets(moved_model: Path) -> list[WeightBucket]:
-    learner = Learner(make_config(moved_model), 0, 1, "", 0)
-    exported = list(learner.export_weights(0, 100_000))
-    learner.close()
-    return exported
+    return exported(make_config(moved_model), TOKENS, bucket_bytes=100_000)[0]
 
 
 async def generate_cohort(server: VllmServer, *, size: int, jitter: random.Random | None = None) -> list[Completion]:
@@ -84,12 +82,11 @@ async def test_after_an_update_the_server_computes_the_log_probs_of_the_learners
     assert len(buckets) > 1
     facts = await server.load_weights(1, references(buckets))
     assert facts["bytes"] == sum(bucket.data.nbytes for bucket in buckets)
-    token_ids = [72, 75, 84, 85, 86, 28, 2, 89]
-    found = (await server.prompt_log_probs([token_ids]))[0]
-    expected = plain_log_probs(moved_model, token_ids)
+    found = (await server.prompt_log_probs([TOKENS]))[0]
+    expected = plain_log_probs(moved_model, TOKENS)
     assert np.abs(found - expected).max() < MAX_LOG_PROB_DIFFERENCE
     # ... which are not those it started with
-    assert np.abs(found - plain_log_probs(tiny_model, token_ids)).max() > 4 * MAX_LOG_PROB_DIFFERENCE
+    assert np.abs(found - plain_log_probs(tiny_model, TOKENS)).max() > 4 * MAX_LOG_PROB_DIFFERENCE
     assert (await generate_cohort(server, size=2))[0].policy_version == 1
 
 
@@ -109,7 +106,9 @@ async def test_a_request_whose_cohort_does_not_come_stalls_and_then_starts_alone
 
 
 async def test_a_server_whose_update_failed_does_not_generate(server: VllmServer, references: References) -> None:
-    torn = WeightBucket(entries=(("no.such.weight", "bfloat16", (4,), 0, 8),), data=np.zeros(64, np.uint8))
+    torn = WeightBucket(
+        entries=(("no.such.weight", "bfloat16", (4,), 0, 8),), data=np.zeros(64, np.uint8), checksums={}
+    )
     with pytest.raises(WeightSyncError, match="weight update failed in the phase 'receive'"):
         await server.load_weights(2, references([torn]))
     with pytest.raises(WeightSyncError, match="mixture"):

@@ -210,25 +210,8 @@ async def test_a_server_that_dies_with_half_of_the_weights_ends_the_sync_before_
     assert client.process.wait() == -signal.SIGKILL
 
 
-class HostTensor:
-    """What vLLM keeps in memory that a GPU reads too."""
-
-    def __init__(self, size: int, dtype: Any) -> None:
-        self.np = torch.zeros(size, dtype=dtype).numpy()
-
-    def copy_to_uva(self) -> None:
-        return
-
-
-async def test_the_sampler_that_gpus_use_draws_from_the_seed_of_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.sample import states
-
+async def test_a_request_brings_its_seed_where_the_runner_has_no_one_generator_for_all() -> None:
     from rayapp.engine.vllm_output import vllm_sampling_params
 
-    monkeypatch.setattr(states, "UvaBackedTensor", HostTensor)
-    sampler = states.SamplingStates(2, 100)
-    for slot, seed in enumerate((11, 12)):
-        sampler.add_request(slot, vllm_sampling_params(SamplingParams(max_tokens=1, seed=seed), with_seed=True))
-    assert sampler.seeds.np.tolist() == [11, 12]
-    # ... and where the runner has one generator for all, no request brings its own.
-    assert vllm_sampling_params(SamplingParams(max_tokens=1, seed=11), with_seed=False).seed is None
+    sampling = SamplingParams(max_tokens=1, seed=11)
+    assert [vllm_sampling_params(sampling, with_seed=with_seed).seed for with_seed in (True, False)] == [11, None]

@@ -16,15 +16,12 @@ from rayapp.rollout.recorder import AgentPrompt
 from rayapp.tools.loading import open_tools
 from rayapp.tools.toolset import ToolSet
 from support import make
+from support.hermes import call
 from support.sandbox_service import mcp_serving
 
 SANDBOXES = SandboxConfig(providers=(LocalConfig(max_sandboxes=2),))
 MESSAGES = ({"role": "user", "content": "6 * 7?"},)
 KWARGS = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "42"}}}
-
-
-def call(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 TURNS = (

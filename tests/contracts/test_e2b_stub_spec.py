@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from contextlib import suppress
 from typing import Any, Literal
@@ -94,40 +93,6 @@ async def test_e2b_builds_the_template_of_an_image_once_for_all_its_sandboxes() 
                 await create("image:org/none:1")
         await provider.close()
         await later.close()
-
-
-async def test_processes_are_started_and_told_of_as_the_agents_messages_say() -> None:
-    import struct
-
-    import aiohttp
-    from e2b.envd.process.process_pb import StartRequest, StartResponse
-
-    async with E2BStub().running() as url:
-        provider = provider_of("e2b", url)
-        sandbox = await provider.create(SandboxSpec(), labels={}, ttl_s=300, timeout_s=20)
-        asked = {"process": {"cmd": "/bin/bash", "args": ["-c", "echo out; echo err >&2; exit 3"]}, "stdin": False}
-        StartRequest.from_json(json.dumps(asked))
-        data = json.dumps(asked).encode()
-        headers = {"E2b-Sandbox-Id": sandbox.id, "X-Access-Token": sandbox.connection.token}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(
-                f"{url}/process.Process/Start", data=struct.pack("!BI", 0, len(data)) + data, headers=headers
-            ) as answer,
-        ):
-            assert answer.content_type == "application/connect+json"
-            raw = await answer.read()
-        events, ended = [], None
-        while raw:
-            flag, length = struct.unpack("!BI", raw[:5])
-            text, raw = raw[5 : 5 + length], raw[5 + length :]
-            if flag == 2:
-                ended = json.loads(text)
-                continue
-            StartResponse.from_json(text)
-            events.append(next(iter(json.loads(text)["event"])))
-        assert (events[0], events[-1], ended) == ("start", "end", {})
-        await provider.close()
 
 
 def shapes(exchange: Exchange) -> list[tuple[str, dict[str, Any]]]:

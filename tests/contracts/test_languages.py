@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -22,20 +21,9 @@ from rayapp.tasks.code import scoring
 from rayapp.tasks.code.formats import read_tests
 from rayapp.tasks.code.languages import LANGUAGES, Language, language_of
 from rayapp.tasks.code.scoring import CodeProblem, check_languages
+from support.languages import SUM, installed
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("namespaces")]
-SUM = {
-    "cpp": "#include <iostream>\nint main() { long long a, b; std::cin >> a >> b; std::cout << a + b << '\\n'; }",
-    "c": '#include <stdio.h>\nint main(void) { long long a, b; scanf("%lld%lld", &a, &b); printf("%lld\\n", a + b); }',
-    "java": "import java.util.*;\npublic class Sum { public static void main(String[] given) { Scanner in = new "
-    "Scanner(System.in); System.out.println(in.nextLong() + in.nextLong()); } }",
-    "go": 'package main\nimport "fmt"\nfunc main() { var a, b int64; fmt.Scan(&a, &b); fmt.Println(a + b) }',
-    "rust": "use std::io::*;\nfn main() { let mut text = String::new(); stdin().read_to_string(&mut text).unwrap();\n"
-    'println!("{}", text.split_whitespace().map(|word| word.parse::<i64>().unwrap()).sum::<i64>()); }',
-    "javascript": "console.log(require('fs').readFileSync(0, 'utf8').split(/\\s+/).reduce((a, b) => a + Number(b), 0))",
-    "bash": "read a b; echo $((a + b))",
-    "perl": "my ($a, $b) = split / /, <STDIN>; print $a + $b, qq(\\n);",
-}
 
 
 def problem(language: Language, *pairs: tuple[str, str], **rules: object) -> CodeProblem:
@@ -45,22 +33,13 @@ def problem(language: Language, *pairs: tuple[str, str], **rules: object) -> Cod
     )
 
 
-def of(key: str) -> Language:
-    language = language_of(key)
-    assert language is not None
-    program = language.compile_command("")[3]
-    if shutil.which(program, path="/usr/local/bin:/usr/bin:/bin") is None:
-        pytest.skip(f"no {program} in /usr/bin")
-    return language
-
-
 async def score(problem: CodeProblem, code: str, sandboxes: SandboxSource) -> Reward:
     return await problem.score(f"I add them.\n{await problem.fenced(code)}That is all.", sandboxes, seed=0)
 
 
 @pytest.mark.parametrize("key", SUM)
 async def test_a_program_is_compiled_and_runs_on_every_test(sandboxes: SandboxSource, key: str) -> None:
-    language = of(key)
+    language = installed(key)
     adds = problem(language, ("1 2", "3"), ("-5 70000000000", "69999999995"))
 
     right, silent, broken = [await score(adds, code, sandboxes) for code in (SUM[key], language.nothing, "}{ ((( 'x")]
@@ -86,7 +65,7 @@ async def test_a_program_is_compiled_and_runs_on_every_test(sandboxes: SandboxSo
 async def test_limits_and_verdicts_are_those_of_python(
     sandboxes: SandboxSource, code: str, rules: dict[str, object], why: str
 ) -> None:
-    reward = await score(problem(of("cpp"), ("", "1"), **rules), code, sandboxes)
+    reward = await score(problem(installed("cpp"), ("", "1"), **rules), code, sandboxes)
 
     assert (reward.valid, reward.value) == (True, 0.0)
     assert why in reward.detail, reward.detail
@@ -97,7 +76,7 @@ async def test_a_compiler_that_takes_too_long_is_stopped(
 ) -> None:
     monkeypatch.setattr(scoring, "COMPILE_TIMEOUT_S", 0.01)
     slow = "#include <bits/stdc++.h>\nint main() {}"
-    reward = await score(problem(of("cpp"), ("", "1")), slow, sandboxes)
+    reward = await score(problem(installed("cpp"), ("", "1")), slow, sandboxes)
 
     assert (reward.value, reward.status) == (0.0, "compile_error")
     assert "stopped for timeout" in reward.detail
@@ -122,7 +101,7 @@ int main() {
 async def test_verdicts_agree_with_the_real_compiler_run_directly(
     sandboxes: SandboxSource, tmp_path: Path, key: str
 ) -> None:
-    language, rng = of(key), random.Random(5)
+    language, rng = installed(key), random.Random(5)
     (tmp_path / language.file).write_text(PROGRAMS[key])
     subprocess.run(language.compile_command(""), cwd=tmp_path, check=True, timeout=240)
     inputs = [" ".join(str(rng.randint(-9999, 9999)) for _ in range(rng.randint(0, 12))) for _ in range(25)]
@@ -140,11 +119,11 @@ async def test_verdicts_agree_with_the_real_compiler_run_directly(
 
 
 async def test_a_missing_compiler_is_one_line_before_a_run(sandboxes: SandboxSource) -> None:
-    none = replace(of("c"), name="Zig", compile=("zig", "build-exe", "main.c"))
+    none = replace(installed("c"), name="Zig", compile=("zig", "build-exe", "main.c"))
 
     with pytest.raises(SandboxConfigError, match=r"^Zig: sandboxes of local have no zig, .*in /usr/bin$"):
         await check_languages([none], sandboxes)
-    await check_languages([of("bash"), of("c")], sandboxes)
+    await check_languages([installed("bash"), installed("c")], sandboxes)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +133,6 @@ async def test_a_missing_compiler_is_one_line_before_a_run(sandboxes: SandboxSou
 )  # fmt: skip
 async def test_a_row_may_name_its_language_as_contests_do(name: str, key: str) -> None:
     language = language_of(name)
-    assert language is not None
     assert language.key == key
     assert language_of("Python 3") is language_of(None) is None
 
@@ -174,7 +152,6 @@ async def test_any_text_has_a_main_class_that_is_a_file_name(code: str, language
 
 async def test_the_main_class_of_java_names_the_file() -> None:
     java = language_of("java")
-    assert java is not None
     assert java.main_class("import x;\npublic final class Solver { }\nclass Other {}") == "Solver"
     assert java.main_class("class A { }\nclass B { public static void main(String[] a) {} }\nclass C {}") == "B"
     assert java.main_class("") == "Main"

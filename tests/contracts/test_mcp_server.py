@@ -23,7 +23,7 @@ from rayapp.config.sandbox import LocalConfig, McpConfig, SandboxConfig
 from rayapp.core.types import Prompt, SandboxSpec
 from rayapp.extras.providers.mcp import McpProvider
 from rayapp.extras.repositories.scripts import TestScript
-from rayapp.extras.repositories.task import RepositoryTask, as_answer
+from rayapp.extras.repositories.task import as_answer
 from rayapp.extras.service.mcp_tools import with_last_value
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.loading import load_task
@@ -125,15 +125,11 @@ async def test_answers_have_openkruises_form(url: str) -> None:
         bad = (await connected.call_tool("run_code_once", {"code": "int('x')"})).structured_content
         command = {"cmd": "echo $WHO; exit 3", "envs": {"WHO": "it's me"}}
         ran = (await connected.call_tool("run_command", command)).structured_content
-
-    assert good is not None
     assert good["logs"] == {"stdout": ["out\n"], "stderr": ["err\n"]}
     assert good["results"] == [{"text": "42", "is_main_result": True}]
     assert "error" not in good
-    assert bad is not None
     assert (bad["error"]["name"], bad["logs"]["stderr"]) == ("ValueError", [])
     assert bad["error"]["traceback"].startswith("Traceback")
-    assert ran is not None
     assert (ran["stdout"], ran["exit_code"]) == ("it's me\n", 3)
 
 
@@ -141,7 +137,6 @@ async def test_session_keeps_its_sandbox_and_gives_it_back_at_its_end(url: str) 
     async with client(url) as connected:
         await connected.call_tool("run_code", {"code": "x = 5"})
         second = (await connected.call_tool("run_code", {"code": "x"})).structured_content
-        assert second is not None
         assert (second["results"][0]["text"], second["execution_count"]) == ("5", 2)
         assert (await health(url))["sessions"] == 1
 
@@ -240,7 +235,6 @@ async def test_command_serves_until_it_is_told_to_stop() -> None:
     process = await asyncio.create_subprocess_exec(
         *command, cwd=root, env=environment, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    assert process.stdout is not None
     try:
         async with asyncio.timeout(120):
             first = (await process.stdout.readline()).decode()
@@ -252,8 +246,6 @@ async def test_command_serves_until_it_is_told_to_stop() -> None:
     finally:
         if process.returncode is None:
             process.kill()
-
-    assert answer is not None
     assert answer["logs"]["stdout"] == ["hi\n"]
     assert status == 0
     assert rest.endswith("stopped; every sandbox is ended\n")
@@ -266,7 +258,6 @@ async def test_a_trusted_test_script_judges_in_a_remote_sandbox_at_harbors_paths
     monkeypatch.setenv("MCP_KEY", KEY)
     script = b"#!/bin/sh\ngrep -q right a.txt /app/a.txt; echo $((1 - $?)) > /logs/verifier/reward.txt\n"
     task = load_task("fix_median")
-    assert isinstance(task, RepositoryTask)
     trusted = TestScript(files={"test.sh": script}, env=(), image="")
     task = replace(task, folder=replace(task.folder, tests=(), script=trusted, workdir="/app"))
     prompt = Prompt(task=task.name, text="", token_ids=np.zeros(0, np.int32))

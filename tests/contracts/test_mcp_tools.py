@@ -77,7 +77,6 @@ async def opened(folder: Path, url: str, tools: str = TOOLS, key: str = KEY) -> 
 
 async def run_once(tools: ToolSet, code: str) -> str:
     tool = tools.get("run_code_once")
-    assert tool is not None
     state = await tool.create({})
     output = await tool.execute(state, {"code": code})
     await tool.release(state)

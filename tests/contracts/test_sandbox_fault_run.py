@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rayapp.core.types import Reward
-from support.faults.programs import PROGRAMS, Program
 from support.faults.run import FaultRun, run_with_faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -20,27 +18,13 @@ async def test_failing_services_cost_retries_and_never_a_verdict_a_sandbox_or_a_
 
     outcome = await run_with_faults(run)
 
-    report = outcome.report()
-    assert outcome.wrong == [], report
-    assert sum(outcome.leaked.values()) == 0, report
-    assert (outcome.hung, outcome.leases_left, outcome.reclaimed, outcome.reported_left) == (0, 0, 0, 0), report
+    assert outcome.wrong == [], outcome
+    assert sum(outcome.leaked.values()) == 0, outcome
+    assert (outcome.hung, outcome.leases_left, outcome.reclaimed, outcome.reported_left) == (0, 0, 0, 0), outcome
     assert outcome.executions == 300 == sum(outcome.verdicts.values()) + sum(outcome.invalid.values())
     # The run shows something only if calls did fail, and executions felt it.
     assert sum(outcome.injected.values()) >= 20
     assert {name.partition(":")[0] for name in outcome.injected} == {"e2b", "daytona", "mcp"}
-    assert outcome.retried >= 1, report
+    assert outcome.retried >= 1, outcome
     # Two failures in a row at 5% a call, several calls an execution: 2 in 100. A busy machine misses deadlines besides.
-    assert sum(outcome.invalid.values()) <= 60, report
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_a_program_does_not_agree_with_the_verdicts_of_others(program: Program) -> None:
-    rewards = [
-        Reward(value=value, status=status)
-        for value in (-1.0, 0.0, 0.5, 1.0)
-        for status in ("scored", "error", "timeout")
-    ]
-
-    agreeing = [(reward.value, reward.status) for reward in rewards if program.agrees(reward)]
-
-    assert agreeing == [(program.value, program.statuses[0])]
+    assert sum(outcome.invalid.values()) <= 60, outcome

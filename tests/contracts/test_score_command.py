@@ -26,14 +26,6 @@ def sort_numbers(xs):
 print(sort_numbers(int(input())))
 """
 
-KADANE = """
-    best = current = xs[0]
-    for x in xs[1:]:
-        current = max(x, current + x)
-        best = max(best, current)
-    return best
-```
-That is Kadane's algorithm."""
 
 # reward, status, and whether every test passed, for completions of sort_numbers that go on from its prefill
 COMPLETIONS = {
@@ -59,17 +51,6 @@ def test_right_answer_in_a_file_solves_the_task(tmp_path: Path, capsys: pytest.C
 
     assert line["terms"] == {"pass_rate": 1.0, "solved": 1.0, "raised_rate": 0.0}
     assert (line["reward"], line["status"], line["valid"], line["file"]) == (1.0, "scored", True, str(path))
-
-
-def test_completion_that_goes_on_from_the_prefill_solves_the_task(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "answer.txt"
-    path.write_text(KADANE)
-
-    [line] = score(capsys, "max_subarray_sum", str(path))
-
-    assert (line["reward"], line["status"]) == (1.0, "scored")
 
 
 def test_completions_of_a_jsonl_file_are_scored_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

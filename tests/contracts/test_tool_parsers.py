@@ -101,26 +101,20 @@ def probed(family: Any, parser: str) -> ToolCallParser:
     return load_parser(parser, family.tokenizer, TOOLS, chat.sample_call())
 
 
+LLAMA_CALL = '{"name": "add", "parameters": {"a": 1}}'
+MISTRAL_CALL = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
+FITTING = {
+    "llama": ("llama3_json", LLAMA_CALL),
+    "mistral": ("mistral", MISTRAL_CALL),
+    "gpt_oss": ("openai", HARMONY_CALL),
+    **{name: (name, None) for name in ("deepseek_v3", "deepseek_v31", "pythonic", "qwen3_coder", "glm45")},
+}
+"""By family: its parser, and a call where that is not the one that its template writes."""
+
+
 @pytest.mark.parametrize(
     ("family", "parser", "said"),
-    [
-        ("llama", "llama3_json", '{"name": "add", "parameters": {"a": 1}}'),
-        ("deepseek_v3", "deepseek_v3", None),
-        ("deepseek_v31", "deepseek_v31", None),
-        ("pythonic", "pythonic", None),
-        ("qwen3_coder", "qwen3_coder", None),
-        ("glm45", "glm45", None),
-        ("mistral", "mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
-        ("gpt_oss", "openai", HARMONY_CALL),
-        ("gpt_oss", "auto", HARMONY_CALL),
-        ("llama", "auto", '{"name": "add", "parameters": {"a": 1}}'),
-        ("deepseek_v3", "auto", None),
-        ("deepseek_v31", "auto", None),
-        ("pythonic", "auto", None),
-        ("qwen3_coder", "auto", None),
-        ("glm45", "auto", None),
-        ("mistral", "auto", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
-    ],
+    [(family, each, said) for family, (parser, said) in FITTING.items() for each in (parser, "auto")],
 )
 def test_a_parser_that_fits_its_family_finds_the_calls_its_template_writes(
     chat_family: Any, vllm_parser: ToolCallParser, family: str, parser: str, said: str | None
@@ -129,7 +123,6 @@ def test_a_parser_that_fits_its_family_finds_the_calls_its_template_writes(
     found = probed(model, parser)
     if said is None:
         sample = ChatFormat(model.tokenizer, TOOLS, template=model.template).sample_call()
-        assert sample is not None
         assert sample.is_found_by(found)
     else:
         assert [(call.name, json.loads(call.arguments)) for call in found.parse(said)] == [("add", {"a": 1})]
@@ -211,13 +204,13 @@ class Add(ToolBase):
 
 
 TURNS = {
-    "llama": ('{"name": "add", "parameters": {"a": 3}}', "<|eom_id|>"),
+    "llama": (LLAMA_CALL.replace("1", "3"), "<|eom_id|>"),
     "deepseek_v3": ("", "<｜end▁of▁sentence｜>"),
     "deepseek_v31": ("", "<｜end▁of▁sentence｜>"),
     "pythonic": ("", "<|eom_id|>"),
     "qwen3_coder": ("", "<|im_end|>"),
     "glm45": ("", "<|observation|>"),
-    "mistral": ('[TOOL_CALLS] [{"name": "add", "arguments": {"a": 3}}]', "</s>"),
+    "mistral": (MISTRAL_CALL.replace("1", "3"), "</s>"),
     "gpt_oss": (HARMONY_CALL.replace("1", "3"), "<|call|>"),
 }
 """By family: a turn that calls, empty for the one that its template writes; and the token that ends it."""
@@ -232,7 +225,6 @@ async def test_a_family_calls_a_tool_in_its_own_form_and_reads_the_result(
     model, (said, end) = chat_family(family), TURNS[family]
     chat = ChatFormat(model.tokenizer, [Add.schema], template=model.template)
     sample = chat.sample_call()
-    assert sample is not None
     assert sample.arguments == {"a": 3}
     asked = chat.prompt_ids([{"role": "user", "content": "3 + 1?"}])
     begins_thought = chat.tokenizer.decode(asked, skip_special_tokens=False).rstrip().endswith("<think>")

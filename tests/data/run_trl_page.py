@@ -1,7 +1,6 @@
-"""Runs scripts of docs/migrate-from-trl.md with TRL's GRPOConfig, and prints the run that each would train.
+"""Runs the script of docs/migrate-from-trl.md with TRL's GRPOConfig, and prints the run that it would train.
 
-Called by tests/unit/extras/trl/test_trl.py with a file of TRL's lines and a file of rayapp's for each script. No
-trainer starts.
+Called by tests/unit/extras/trl/test_trl.py with a file of TRL's lines and a file of rayapp's. No trainer starts.
 """
 
 import sys
@@ -18,7 +17,7 @@ class Trainer:
 
     def __init__(self, *, args, model, reward_funcs, train_dataset, **parts):
         assert isinstance(args, Config)
-        assert parts.keys() <= {"eval_dataset", "peft_config", "environment_factory"}
+        assert parts.keys() <= {"eval_dataset", "peft_config"}
 
     def train(self):
         pass
@@ -29,11 +28,10 @@ trl.GRPOConfig = partial(Config, bf16=False)  # TRL refuses its own default, bfl
 trl.GRPOTrainer = Trainer
 rayapp.train = lambda run: print(run.config.model_dump_json())
 sys.path.insert(0, "")
-texts = [Path(file).read_text() for file in sys.argv[1:]]
-for before, after in zip(texts[::2], texts[1::2], strict=True):
-    names = {}
-    exec(before, names)
-    sys.stdout = sys.stderr  # its print shows the table of fields
-    exec(after.replace("rayapp.train(run)", ""), names)
-    sys.stdout = sys.__stdout__
-    rayapp.train(names["run"])
+names = {}
+before, after = (Path(file).read_text() for file in sys.argv[1:])
+exec(before, names)
+sys.stdout = sys.stderr  # its print shows the table of fields
+exec(after.replace("rayapp.train(run)", ""), names)
+sys.stdout = sys.__stdout__
+rayapp.train(names["run"])

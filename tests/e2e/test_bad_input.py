@@ -101,24 +101,6 @@ def test_what_can_not_train_is_found_before_any_actor_starts(
     )
 
 
-def test_a_mistyped_key_names_the_one_that_was_meant(tmp_path: Path, tiny_model: Path, letter_tasks: list[str]) -> None:
-    # As its own process: the exit code of the program, and what reaches a shell.
-    file = write_config(tmp_path, tiny_model, letter_tasks)
-    code, output = run(sys.executable, "-m", "rayapp", "train", str(file), "train.num_step=3")
-    assert code == 2, output
-    assert "unknown key train.num_step; did you mean train.num_steps?" in output
-
-
-def test_a_second_run_in_the_same_folder_is_refused_with_the_first_ones_process_id(
-    refused: Refused, tmp_path: Path, tiny_model: Path, letter_tasks: list[str]
-) -> None:
-    first = Config.model_validate({"run": {"output_dir": str(tmp_path / "outputs")}})
-    with RunFolder.open(first):
-        output = refused(tiny_model, letter_tasks)
-    assert f"is in use by the run with process id {os.getpid()}" in output
-    assert "choose another run.name" in output
-
-
 # Mounts a disk of 6 MB for the run alone, and keeps what it left there.
 ON_A_SMALL_DISK = """
 mount -t tmpfs -o size=6m none "$1" || exit 99

@@ -6,11 +6,6 @@ The servers say what a script says; tasks, workspaces, verdicts, learner and the
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +105,9 @@ def sources(folder: Path) -> str:
     )
 
 
-def trained(folder: Path, model: Path, start: Callable[..., subprocess.Popen[str]], **changes: object) -> list[Group]:
+def trained(
+    folder: Path, model: Path, ray: Any, tokenizer: Any, scripts: list[list[str]], **changes: object
+) -> list[Group]:
     """What `configs/coding_agent_cpu.yaml` with two sources trained on, after two steps of one group of each."""
     overrides = {
         "run.output_dir": folder,
@@ -127,7 +124,12 @@ def trained(folder: Path, model: Path, start: Callable[..., subprocess.Popen[str
         "tracking.trackers": "[jsonl]",
     } | changes
     file, log = str(ROOT / "configs" / "coding_agent_cpu.yaml"), folder / "log"
-    done = start(file, *(f"{key}={value}" for key, value in overrides.items()), log=log).wait(timeout=DEADLINE_S)
+    ids = [
+        [[*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id] for turn in turns]
+        for turns in scripts
+    ]
+    keys = [f"{key}={value}" for key, value in overrides.items()]
+    done = ray.train(file, *keys, log=log, SCRIPTS=json.dumps(ids)).wait(timeout=DEADLINE_S)
 
     assert done == 0, log.read_text()
     run = folder / "coding_agent_cpu"
@@ -142,9 +144,7 @@ def trained(folder: Path, model: Path, start: Callable[..., subprocess.Popen[str
 def test_an_agent_and_rows_of_code_are_trained_on_verdicts_of_hidden_tests_and_on_progress_with_the_public_ones(
     tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any
 ) -> None:
-    end = chat_tokenizer.eos_token_id
-    scripts = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in SCRIPTS]
-    groups = trained(tmp_path, model, partial(standing_ray.train, SCRIPTS=json.dumps(scripts)))
+    groups = trained(tmp_path, model, standing_ray, chat_tokenizer, SCRIPTS)
 
     of_rows = [group for group in groups if group.prompt.source == "rows"]
     assert {group.prompt.task for group in of_rows} == {source for source, _, _ in ROWS}
@@ -178,39 +178,26 @@ def test_an_agent_and_rows_of_code_are_trained_on_verdicts_of_hidden_tests_and_o
     assert len(set.union(*workspaces)) == len(trajectories)
 
 
-def with_vllm(*arguments: str, log: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rayapp", "train", *arguments, "cluster.address=local"]
-    # Ray starts its workers at nice 15: beside another test they would get a tenth of the processor.
-    environment = os.environ | {"RAY_worker_niceness": "0"}
-    with log.open("w") as sink:
-        return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=sink, stderr=sink, text=True)
-
-
-def issues(folder: Path, images: MachineImages | None = None) -> str:
-    """One source: a data set in SWE-bench's form with one issue, whose repository is in a clone, or in an image."""
+def issues(folder: Path, images: MachineImages) -> str:
+    """One source: a data set in SWE-bench's form with one issue, whose repository is in an image."""
     folder.mkdir()
     mirrors = make_mirrors(folder)
-    image = image_with_repository(Path(images.cache).parent / "issue", mirrors) if images else ""
-    options = "memory_mib=1024&disk_mib=64" if images else f"mirrors={mirrors}&memory_mib=1024&disk_mib=64"
-    source = f"swe:{write(folder, row(mirrors, image=image))}?{options}"
+    image = image_with_repository(Path(images.cache).parent / "issue", mirrors)
+    source = f"swe:{write(folder, row(mirrors, image=image))}?memory_mib=1024&disk_mib=64"
     return json.dumps([{"name": "agent", "tasks": [source]}])
 
 
 @pytest.mark.long  # tests/unit/rollout/test_task_agents.py has the same agents without a run around them
-@pytest.mark.parametrize("place", ["clone", "image"])
 def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solution(
-    tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any, images: MachineImages, place: str
+    tmp_path: Path, model: Path, chat_tokenizer: Any, standing_ray: Any, images: MachineImages
 ) -> None:
     look = call("bash", command="git log --oneline; ls tests; cat stats.py")
     mend = call("edit", command="create", path="stats.py", file_text=SOLVED)
     skip = call("edit", command="create", path="tests/test_stats.py", file_text="def test_mean():\n    pass\n")
     scripts = [[look, mend, call("submit")], [look, skip, call("submit")]]
-    end = chat_tokenizer.eos_token_id
-    ids = [[[*chat_tokenizer.encode(turn, add_special_tokens=False), end] for turn in turns] for turns in scripts]
-    start = partial(standing_ray.train, SCRIPTS=json.dumps(ids))
-    source = issues(tmp_path / "issues", images if place == "image" else None)
+    source = issues(tmp_path / "issues", images)
     changes = {"train.groups_per_step": 1, "sandbox.providers": f"[{{type: local, image_cache: {images.cache}}}]"}
-    groups = trained(tmp_path, model, start, sources=source, **changes)
+    groups = trained(tmp_path, model, standing_ray, chat_tokenizer, scripts, sources=source, **changes)
 
     trajectories = [each for group in groups for each in group.trajectories]
     assert len(trajectories) == 12
@@ -222,27 +209,3 @@ def test_an_agent_is_trained_on_an_issue_whose_tests_pass_only_after_its_solutio
         assert each.reward.terms["pass_to_pass"] == 1.0
         assert "As handed out" in each.turns[0].calls[0].output
         assert "test_even" not in json.dumps([call.output for turn in each.turns for call in turn.calls])
-
-
-@pytest.mark.long
-def test_the_engine_trains_on_an_issue(tmp_path: Path, model: Path, images: MachineImages) -> None:
-    """The issue's repository is in an image, as in SWE-bench's data sets."""
-    changes = {
-        "rollout.max_completion_tokens": 32,
-        "train.groups_per_step": 1,
-        "rollout.group_size": 4,
-        "sandbox.providers": f"[{{type: local, image_cache: {images.cache}}}]",
-    }
-    groups = trained(tmp_path, model, with_vllm, sources=issues(tmp_path / "issues", images), **changes)
-
-    assert {group.prompt.task for group in groups} == {"me__stats-1"}
-    assert {each.reward.value for group in groups for each in group.trajectories} == {0.0}
-
-
-@pytest.mark.long  # the run above with vLLM in place of scripts: what a policy with random weights says calls no tool
-def test_the_engine_serves_the_same_run(tmp_path: Path, model: Path) -> None:
-    groups = trained(tmp_path, model, with_vllm, **{"rollout.max_completion_tokens": 32})
-
-    assert [group.prompt.source for group in groups].count("rows") == 2
-    rewards = {each.reward.status for group in groups for each in group.trajectories}
-    assert rewards <= {"no_code", "syntax_error", "error"}, rewards

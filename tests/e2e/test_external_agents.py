@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 import yaml
 
 from rayapp.core.types import RolloutStatus
-from support.whole_runs import groups_of, records, wait_until, write_rows
+from support.whole_runs import groups_of, lives, records, wait_until, write_rows
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(3600)]
 DEADLINE_S = 600.0
@@ -52,13 +51,6 @@ with open("answer", "w") as answer:
     answer.write("#### 42" if ord(first["content"][0]) % 2 else "#### 41")
 print("played")
 """
-
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_what_it_played_and_leaves_nothing(
@@ -120,56 +112,6 @@ def test_agents_in_and_beside_sandboxes_are_trained_and_a_killed_worker_costs_wh
         assert trajectory.num_response_tokens == 18
 
 
-TITLED = f"""{ASK}
-def ask(model):
-    return post(model, {{"role": "user", "content": "go"}}, max_tokens=6)
-
-policy, title = ask(os.environ["RAYAPP_MODEL"]), ask("small")
-with open("answer", "w") as answer:
-    answer.write("#### 42" if ord(policy["choices"][0]["message"]["content"][0]) % 2 else "#### 41")
-print(policy["model"], title["model"], title["usage"]["completion_tokens"])
-"""
-
-
-def test_side_calls_are_answered_by_a_frozen_model_that_the_run_serves(
-    tmp_path: Path, chat_model: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
-) -> None:
-    program, log, folder = tmp_path / "agent.py", tmp_path / "log", tmp_path / "run"
-    program.write_text(TITLED)
-    external = {
-        "command": [sys.executable, str(program)], "answer_file": "answer",
-        "models": "endpoint", "endpoint": {"base_url": "run://helper"},
-    }  # fmt: skip
-    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    options = {"max-model-len": 128, "chat-template": template}
-    config = short_run(
-        tmp_path,
-        cluster={"address": "local"},
-        model={"path": str(chat_model)},
-        rollout={"max_prompt_tokens": 100, "max_completion_tokens": 40},
-        train={"num_steps": 2},
-        agent={"name": "external_agent", "chat_template": "chatml_hermes", "external": external},
-    )
-    config |= {"tasks": [write_rows(tmp_path / "rows.parquet", *["6 x 7?"] * 4)]}
-    config |= {"model_servers": [{"name": "helper", "path": str(chat_model), "options": options}]}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, str(SCRIPTED), "train", str(tmp_path / "config.yaml")]
-    with log.open("w") as sink:
-        done = subprocess.run(command, stdout=sink, stderr=sink, cwd=ROOT, timeout=1200, check=False)
-
-    assert done.returncode == 0, log.read_text()
-    steps = records(folder)
-    groups = groups_of(folder)
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    assert [record["agent/side_calls"] for record in steps] == [len(trajectories) / 2] * 2
-    assert all(record.get("agent/endpoint_errors", 0.0) == 0.0 for record in steps)
-    for trajectory in trajectories:
-        assert trajectory.status is RolloutStatus.COMPLETED, trajectory.reward.detail
-        # The frozen model may end its text before the limit of 6 tokens.
-        assert re.fullmatch(r"policy helper [1-6]\n", trajectory.agent_output), trajectory.agent_output
-        assert (trajectory.num_turns, trajectory.num_response_tokens) == (1, 6)
-
-
 RATER = f"""{ASK}
 schema = {{"type": "object", "properties": {{"score": {{"enum": [1, 2, 3, 4, 5, 6, 7]}}}}, "required": ["score"],
           "additionalProperties": False}}
@@ -203,20 +145,11 @@ def rater(tmp_path: Path, chat_model: Path, short_run: Callable[..., dict[str, A
     return tmp_path / "config.yaml"
 
 
-@pytest.mark.parametrize("model", ["tiny", "shipped"])
-def test_a_run_whose_agent_asks_for_structured_output_raises_its_reward(
-    model: str, rater: Path, tmp_path: Path
-) -> None:
-    config = rater if model == "tiny" else ROOT / "configs" / "agents" / "structured_output.yaml"
-    if model == "shipped":
-        subprocess.run([sys.executable, "-m", "rayapp", "model", "fetch", "smollm2-135m"], cwd=ROOT, check=True)
+def test_a_run_whose_agent_asks_for_structured_output_raises_its_reward(rater: Path, tmp_path: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
-    changes = [f"run.output_dir={tmp_path}", "run.name=run", "cluster.address=local"]
+    command = [sys.executable, "-m", "rayapp", "train", str(rater), "cluster.address=local"]
     with log.open("w") as sink:
-        done = subprocess.run(
-            [sys.executable, "-m", "rayapp", "train", str(config), *changes],
-            stdout=sink, stderr=sink, cwd=ROOT, timeout=3000, check=False,
-        )  # fmt: skip
+        done = subprocess.run(command, stdout=sink, stderr=sink, cwd=ROOT, timeout=3000, check=False)
 
     assert done.returncode == 0, log.read_text()
     steps = records(folder)

@@ -10,21 +10,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
 
 from rayapp.core.errors import StorageNotFoundError
 from rayapp.extras.s3.checkpoints import whole_checkpoints
+from rayapp.storage.base import Storage
 from rayapp.storage.folders import put_folder
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import settings_from_environment
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.slow, pytest.mark.timeout(900)]
 
+T = TypeVar("T")
 BUCKET = "runs"
 DEADLINE_S = 400.0
 STEPS_AFTER_THE_KILL = 2
@@ -50,9 +52,6 @@ class Machine:
         config["data"] = {"cache_dir": str(folder / "disk" / "cache")}
         (folder / "config.yaml").write_text(yaml.safe_dump(config))
 
-    def train(self, *overrides: str) -> subprocess.Popen[str]:
-        return self.run("train", *overrides)
-
     def run(self, command: str, *arguments: str) -> subprocess.Popen[str]:
         """`rayapp COMMAND CONFIG ...` on this machine."""
         return subprocess.Popen(
@@ -68,29 +67,20 @@ class Machine:
     def lose_the_disk(self) -> None:
         shutil.rmtree(self._folder / "disk")
 
+    def ask(self, uri: str, call: Callable[[Storage], Awaitable[T]]) -> T:
+        async def asked() -> T:
+            async with open_storage(uri, settings=self._settings) as storage:
+                return await call(storage)
+
+        return asyncio.run(asked())
+
     def checkpoint(self, uri: str) -> int:
         """The newest whole one there; 0: none."""
-
-        async def newest() -> int:
-            async with open_storage(uri, settings=self._settings) as storage:
-                found = await whole_checkpoints(storage)
-                return found[-1].version if found else 0
-
-        return asyncio.run(newest())
+        found = self.ask(uri, whole_checkpoints)
+        return found[-1].version if found else 0
 
     def read(self, uri: str, key: str) -> bytes:
-        async def get() -> bytes:
-            async with open_storage(uri, settings=self._settings) as storage:
-                return await storage.get_bytes(key)
-
-        return asyncio.run(get())
-
-    def upload(self, folder: Path, uri: str) -> None:
-        async def put() -> None:
-            async with open_storage(uri, settings=self._settings) as storage:
-                await put_folder(folder, storage)
-
-        asyncio.run(put())
+        return self.ask(uri, lambda storage: storage.get_bytes(key))
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +94,7 @@ def machine(
     config = short_run(folder, model={"path": f"s3://{BUCKET}/models/tiny"})
     config["run"]["output_dir"] = f"s3://{BUCKET}/team"
     machine = Machine(folder, environment, config)
-    machine.upload(tiny_model, f"s3://{BUCKET}/models/tiny")
+    machine.ask(f"s3://{BUCKET}/models/tiny", lambda storage: put_folder(tiny_model, storage))
     return machine
 
 
@@ -116,7 +106,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 def kill_after_a_checkpoint(machine: Machine, uri: str) -> int:
     """Train until a checkpoint is in the bucket, then kill the driver. Returns the newest version there."""
-    process = machine.train("train.num_steps=100000")
+    process = machine.run("train", "train.num_steps=100000")
     try:
         deadline = time.monotonic() + DEADLINE_S
         while machine.checkpoint(uri) == 0:
@@ -140,9 +130,9 @@ def test_a_run_whose_machine_is_lost_goes_on_from_the_bucket_alone_with_the_same
     machine.lose_the_disk()
     num_steps = version + STEPS_AFTER_THE_KILL
 
-    output = finish(machine.train(f"train.num_steps={num_steps}"))
+    output = finish(machine.run("train", f"train.num_steps={num_steps}"))
     assert f"final model: {uri}/final" in output
-    finish(machine.train("run.output_dir=" + str(machine._folder / "local"), f"train.num_steps={num_steps}"))
+    finish(machine.run("train", "run.output_dir=" + str(machine._folder / "local"), f"train.num_steps={num_steps}"))
 
     found = records(machine.read(uri, "metrics.jsonl"))
     expected = records((machine._folder / "local" / "r" / "metrics.jsonl").read_bytes())

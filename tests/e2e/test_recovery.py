@@ -88,10 +88,10 @@ def battered(
     return run_folder, log.read_text(), driver.returncode, kills
 
 
-def test_the_run_finishes_with_every_step_and_every_group_once(battered: Battered) -> None:
+def test_a_run_whose_processes_are_killed_finishes_with_every_step_and_every_group_once(battered: Battered) -> None:
     import pyarrow.parquet as pq
 
-    folder, output, returncode, _ = battered
+    folder, output, returncode, kills = battered
     assert returncode == 0, output
     assert [record["step"] for record in records(folder)] == list(range(1, NUM_STEPS + 1))
     for step in range(1, NUM_STEPS + 1):
@@ -99,42 +99,28 @@ def test_the_run_finishes_with_every_step_and_every_group_once(battered: Battere
         # Two groups a step, four trajectories each, ids in order: none was lost, none trained twice.
         expected = [(2 * (step - 1) + group, index) for group in range(2) for index in range(4)]
         assert sorted(zip(*table.to_pydict().values(), strict=True)) == expected
+    for record in records(folder):
+        states = sum(record[f"ledger/{name}"] for name in ("admitted", "ready", "training", "trained", "dropped"))
+        assert states == record["ledger/issued"]
+        assert record["rollout/invalid"] == 0.0, output
+    # A learner lost after step 3, the last checkpoint is that of step 2: its successors' ledger begins with step 3.
+    before = 2 if "learner" in kills[3] else 0
+    assert records(folder)[-1]["ledger/trained"] == 2.0 * (NUM_STEPS - before)
 
 
-def test_each_loss_is_named_and_counted(battered: Battered) -> None:
+def test_each_loss_is_counted_and_one_line_on_the_console(battered: Battered) -> None:
     folder, output, _, kills = battered
     replaced = [name for name in kills.values() if not name.startswith("learner")]
     last = records(folder)[-1]
     assert last["recovery/restarts"] == len(replaced), output
     assert last["recovery/learner_restarts"] == len(kills) - len(replaced)
     for name in replaced:
-        assert f"lost {name}" in output
         assert re.search(rf"replaced {name} after [0-9.]+ s \(restart 1\)", output), output
-    assert ("lost the learners" in output) == (len(replaced) < len(kills))
     assert ("replaced the learners after" in output) == (len(replaced) < len(kills))
     if "vllm-server-1" not in kills.values():  # the other server takes its requests
         assert "is issued again" in output
-
-
-def test_a_loss_that_was_mended_is_one_line_on_the_console(battered: Battered) -> None:
-    _, output, _, kills = battered
     assert "Traceback" not in output, output
     assert "\x1b[" not in output, output
     for name in kills.values():
         lost = "lost the learners" if name.startswith("learner") else f"lost {name}"
         assert sum(lost in line for line in output.splitlines()) == 1, output
-
-
-def test_the_ledger_balances_at_every_step(battered: Battered) -> None:
-    folder, output, _, _ = battered
-    for record in records(folder):
-        states = sum(record[f"ledger/{name}"] for name in ("admitted", "ready", "training", "trained", "dropped"))
-        assert states == record["ledger/issued"]
-        assert record["rollout/invalid"] == 0.0, output
-
-
-def test_learners_go_on_from_the_last_checkpoint_and_no_other_loss_takes_a_step_back(battered: Battered) -> None:
-    folder, _, _, kills = battered
-    # A learner lost after step 3, the last checkpoint is that of step 2: its successors' ledger begins with step 3.
-    before = 2 if "learner" in kills[3] else 0
-    assert records(folder)[-1]["ledger/trained"] == 2.0 * (NUM_STEPS - before)

@@ -27,7 +27,7 @@ import yaml
 
 from rayapp.config.loading import load_config
 from rayapp.runs.folder import RunFolder
-from support.whole_runs import records, wait_until
+from support.whole_runs import lives, records, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -178,7 +178,7 @@ def killed(config_file: Path) -> Killed:
         process.wait()
     # An engine whose server has died ends its parent, which would be this process once `descendants` adopts orphans.
     deadline = time.monotonic() + STOP_S
-    while any(is_alive(engine) for engine in engines):
+    while any(lives(engine) for engine in engines):
         assert time.monotonic() < deadline, engines
         time.sleep(0.1)
     shutil.copytree(folder, before)  # now, as nothing of the run writes there any more
@@ -196,13 +196,6 @@ def name_of(process: psutil.Process) -> str:
 def libraries(processes: list[psutil.Process]) -> str:
     """What is mapped into their memory."""
     return "".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 GOES_ON = ("eval.every_steps=3", "checkpoint.every_steps=2", "cluster.dashboard=true")

@@ -39,13 +39,6 @@ def calling_model(policy_of: Callable[..., Path]) -> Path:
     return policy_of({CALL: 12.0, RIGHT: 10.0, WRONG: 10.0})
 
 
-@pytest.fixture(scope="module")
-def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six rows in verl's schema, all of them with the answer 42."""
-    questions = (f"Problem {number}: what is 6 times 7?" for number in range(6))
-    return Path(write_rows(tmp_path_factory.mktemp("data") / "rows.parquet", *questions))
-
-
 @contextmanager
 def mcp_server() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`rayapp sandbox serve` on a free port."""
@@ -80,37 +73,6 @@ def tool_file(tmp_path: Path, url: str) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def config_file(
-    short_run: Callable[..., dict[str, Any]], calling_model: Path, data_file: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., Path]:  # fmt: skip
-    """Writes the config of a run: `config_file(url, train={"num_steps": 9})`."""
-
-    def write(url: str, **sections: dict[str, Any]) -> Path:
-        folder = tmp_path_factory.mktemp("tools")
-        own: dict[str, Any] = {
-            "run": {"name": "tools", "output_dir": str(folder / "outputs")},
-            "model": {"path": str(calling_model)},
-            "tracking": {"trackers": ["jsonl", "mlflow"], "project": "tools", "trace_ratio": 1.0},
-            "agent": {
-                "chat_template": "chatml_hermes",
-                "max_assistant_turns": 3,
-                "tool_file": str(tool_file(folder, url)),
-            },
-            "rollout": {"max_prompt_tokens": 2000, "max_completion_tokens": 1000},
-            "eval": {"tasks": [str(data_file)], "max_problems": 3},
-            "learner": {"max_tokens_per_microbatch": 8192, "optimizer": {"lr": 1e-6}},
-            "checkpoint": {"every_steps": 0},
-        }
-        config = short_run(folder, **{name: own.get(name, {}) | sections.get(name, {}) for name in own | sections})
-        path = folder / "config.yaml"
-        path.write_text(yaml.safe_dump(config | {"tasks": [str(data_file)]}))
-        return path
-
-    return write
-
-
 @dataclass(frozen=True)
 class Trained:
     """A run that lost its tools' server after two good steps, and what it left."""
@@ -132,18 +94,40 @@ def scripts(calling_model: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def trained(config_file: Callable[..., Path], running_ray: Any, scripts: str) -> Trained:
-    evaluated = {"every_steps": 2, "samples_per_task": 2, "before_training": True}
+def trained(
+    short_run: Callable[..., dict[str, Any]], calling_model: Path, running_ray: Any, scripts: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Trained:  # fmt: skip
+    """A run on six rows in verl's schema, all of them with the answer 42."""
+    folder = tmp_path_factory.mktemp("tools")
+    rows = write_rows(folder / "rows.parquet", *(f"Problem {number}: what is 6 times 7?" for number in range(6)))
+    file, log, run = folder / "config.yaml", folder / "log", folder / "tools"
     with mcp_server() as (server, url):
-        config = config_file(url, eval=evaluated, train={"num_steps": 40}, rollout={"max_failed_ratio": 0.5})
-        folder, log = config.parent / "outputs" / "tools", config.parent / "log"
-        process = running_ray.train(str(config), log=log, SCRIPTS=scripts)
+        config = short_run(
+            folder,
+            run={"name": "tools"},
+            model={"path": str(calling_model)},
+            agent={
+                "chat_template": "chatml_hermes",
+                "max_assistant_turns": 3,
+                "tool_file": str(tool_file(folder, url)),
+            },
+            rollout={"max_prompt_tokens": 2000, "max_completion_tokens": 1000, "max_failed_ratio": 0.5},
+            train={"num_steps": 40},
+            eval={
+                "tasks": [rows], "max_problems": 3, "every_steps": 2, "samples_per_task": 2, "before_training": True
+            },
+            learner={"max_tokens_per_microbatch": 8192, "optimizer": {"lr": 1e-6}},
+            checkpoint={"every_steps": 0},
+        )  # fmt: skip
+        file.write_text(yaml.safe_dump(config | {"tasks": [rows]}))
+        process = running_ray.train(str(file), log=log, SCRIPTS=scripts)
         deadline = time.monotonic() + DEADLINE_S
-        while len(records(folder)) < 3 and process.poll() is None and time.monotonic() < deadline:
+        while len(records(run)) < 3 and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         server.send_signal(signal.SIGKILL)
         code = process.wait(timeout=DEADLINE_S)
-    return Trained(folder, code, log.read_text(), records(folder))
+    return Trained(run, code, log.read_text(), records(run))
 
 
 def test_a_run_with_our_mcp_server_trains_on_what_the_tools_answered(trained: Trained) -> None:
@@ -166,26 +150,6 @@ def test_a_run_with_our_mcp_server_trains_on_what_the_tools_answered(trained: Tr
     assert first["rollout/invalid"] == 0
     assert "eval/pass_at_1/openai/gsm8k" in second
     assert "eval/pass_at_1/openai/gsm8k" not in first
-    assert second["tracking/failed"] == 0
-    check_traces(trained.folder / "mlflow.db", num_calls=int(first["tool/calls"]))
-
-
-def check_traces(database: Path, *, num_calls: int) -> None:
-    """MLflow's own client finds every rollout of step 1, with what the sandboxes did."""
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(tracking_uri=f"sqlite:///{database.resolve()}")
-    experiment = client.get_experiment_by_name("tools")
-    traces = [
-        trace for trace in client.search_traces(locations=[experiment.experiment_id]) if trace.info.tags["step"] == "1"
-    ]
-    assert len(traces) == 2 * 4  # groups x trajectories
-    names = {span.span_id + trace.info.trace_id: span.name for trace in traces for span in trace.data.spans}
-    boxes = [(trace, span) for trace in traces for span in trace.data.spans if span.name == "sandbox"]
-    assert len(boxes) == num_calls
-    assert {names[span.parent_id + trace.info.trace_id] for trace, span in boxes} == {"tool run_code_once"}
-    generated = [span.outputs["text"] for trace in traces for span in trace.data.spans if span.name == "generate"]
-    assert {text.removesuffix("<|im_end|>") for text in generated} <= {CALL, RIGHT, WRONG}
 
 
 def test_a_server_that_dies_fails_its_trajectories_and_then_stops_the_run(trained: Trained) -> None:

@@ -18,7 +18,8 @@ import torch
 
 from rayapp.config.config import Config
 from rayapp.core.types import RequestId, SamplingParams
-from support.learners import learner_alone, sampled, save_llama
+from support import make
+from support.learners import learner_alone, save_llama
 
 pytestmark = [
     pytest.mark.gpu,
@@ -110,7 +111,7 @@ def _learner_log_probs(config: Config, tokens: np.ndarray) -> np.ndarray:
     from rayapp.learner.policy import to_device
 
     with learner_alone(config) as (learner, ranks):
-        trajectory = sampled(tokens.astype(np.int32), 1)
+        trajectory = make.trajectory(tokens)
         item = TrainItem(row=0, group=0, trajectory=trajectory, advantages=np.ones(tokens.size - 1, np.float32))
         batch = to_device(make_micro_batch([item], share_prefixes=False), ranks.device)
         with torch.no_grad():

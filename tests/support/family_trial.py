@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,21 +19,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rayapp.config.config import Config, with_values
-from rayapp.core.trajectories import summarize_group
-from rayapp.core.types import FloatArray, Group, Prompt, Reward, Trajectory
+from rayapp.core.types import FloatArray, Group
 from rayapp.engine.vllm import VllmEngine
 from rayapp.engine.weights.buckets import SharedWeights, WeightBucket, pack
-from rayapp.learner.build import build_learner
-from rayapp.learner.distributed import only_rank, whole
+from rayapp.learner.distributed import whole
 from rayapp.learner.families.pictures import build_model
 from rayapp.learner.family import persistent_buffers
-from rayapp.learner.shares import deal
 from rayapp.learner.state.export import export_hf, sent_weights
 from rayapp.learner.step import PolicyLearner
 from rayapp.learner.supervised import log_probs_of
+from rayapp.storage.models.nf4 import rounded
+from support import make
+from support.learners import learner_alone, take_step
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 12, 16
@@ -70,6 +72,14 @@ def save_tiny(architecture: Any, folder: Path, *, seed: int = 0) -> None:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w0").save_pretrained(folder)
+
+
+def rounded_copy(model: Path, folder: Path) -> Path:
+    """Return a copy of the model that has weights rounded to NF4, in float32."""
+    shutil.copytree(model, folder)
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: rounded(name, t).float() for name, t in tensors.items()}, folder / "model.safetensors")
+    return folder
 
 
 def randomize(causal_lm: Any, *, seed: int) -> None:
@@ -120,22 +130,13 @@ def _group(rng: np.random.Generator, number: int, vocabulary: int) -> Group:
 
     prompt, begin = draw(PROMPT_TOKENS // 2, PROMPT_TOKENS), draw(5, 6)
     responses = [begin + draw(3, RESPONSE_TOKENS - 6), begin + draw(3, RESPONSE_TOKENS - 6), draw(2, 4), draw(8, 16)]
-    rewards = rng.normal(size=GROUP_SIZE)
-    return Group(
-        group_id=number,
-        prompt=Prompt(task="t", text="", token_ids=np.array(prompt, np.int32)),
-        trajectories=tuple(
-            _trajectory(prompt, response, float(reward)) for response, reward in zip(responses, rewards, strict=True)
-        ),
-    )
-
-
-def _trajectory(prompt: list[int], response: list[int], reward: float) -> Trajectory:
-    mask = np.arange(len(prompt) + len(response)) >= len(prompt)
-    if len(response) > 6:
-        mask[len(prompt) + 2 : len(prompt) + 4] = False  # tool tokens
-    tokens, log_probs = np.array(prompt + response, np.int32), np.where(mask, -1.0, 0.0).astype(np.float32)
-    return Trajectory.of_tokens(tokens, mask, reward=Reward(value=reward), log_probs=log_probs)
+    made = []
+    for response, reward in zip(responses, rng.normal(size=GROUP_SIZE), strict=True):
+        mask = np.arange(len(prompt) + len(response)) >= len(prompt)
+        if len(response) > 6:
+            mask[len(prompt) + 2 : len(prompt) + 4] = False  # tool tokens
+        made.append(make.trajectory(prompt + response, reward=float(reward), response_mask=mask, log_prob=-1.0))
+    return make.group(*made, group_id=number)
 
 
 def plain_scores(causal_lm: Any, groups: list[Group], **pictures: Tensor) -> Scores:
@@ -166,8 +167,8 @@ def _advantages(group: Group) -> FloatArray:
 @contextmanager
 def learner_of(config: Config) -> Iterator[PolicyLearner]:
     """Context manager for the learner of this config, as the only rank, in this process."""
-    with only_rank(config) as ranks:
-        yield build_learner(config, ranks)
+    with learner_alone(config) as (learner, _):
+        yield learner
 
 
 def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
@@ -181,14 +182,6 @@ def learner_scores(learner: PolicyLearner, groups: list[Group]) -> Scores:
     take_step(learner, groups)
     gradients = {name: kept.gradients[p] for name, p in named.items() if p in kept.gradients}
     return Scores(log_probs=log_probs, gradients=gradients)
-
-
-def take_step(learner: PolicyLearner, groups: list[Group]) -> None:
-    """Train one step on this rank's share of the groups. Collective."""
-    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-    ranks = learner.ranks
-    mine = deal(summaries, learner.config, ranks.world_size // ranks.num_parts)[ranks.data_rank]
-    learner.train_step(1, summaries, mine, [groups[share.position] for share in mine])
 
 
 class _KeepGradients(torch.optim.SGD):
@@ -298,14 +291,16 @@ def bucket_of(tensors: list[tuple[str, Tensor]]) -> WeightBucket:
     return next(pack(tensors, num_bytes))
 
 
-async def load_weights(engine: VllmEngine, version: int, bucket: WeightBucket) -> None:
+async def load_weights(engine: VllmEngine, version: int, bucket: WeightBucket) -> int:
+    """Let the engine take these weights as a version. Return how many tensors it loaded."""
     with tempfile.NamedTemporaryFile() as file:
         bucket.data.tofile(file.name)
         await engine.begin_update("memory")
         weights = SharedWeights(path=file.name, entries=bucket.entries, checksums=dict(bucket.checksums))
         await engine.receive_weights(weights)
-        await engine.finish_update(version, weights.checksums)
+        num_loaded = await engine.finish_update(version, weights.checksums)
         await engine.go_on()
+    return num_loaded
 
 
 async def _error(engine: VllmEngine, groups: list[Group], expected: list[FloatArray]) -> float:

@@ -34,3 +34,8 @@ def _read_block(block: str) -> RawCall:
         return RawCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False))
     except (ValueError, RecursionError) as error:
         return RawCall(problem=f"not valid JSON: {error}")
+
+
+def call(name: str, **arguments: object) -> str:
+    """Return a call of a tool as the policy writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from rayapp.core.types import Reward, RolloutStatus, Trajectory
 from rayapp.sandbox.local.levels import kernel
 from support.ports import free_port
 
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from rayapp.config.config import Config
+    from rayapp.core.types import FloatArray, Group
+    from rayapp.engine.weights.buckets import WeightBucket
     from rayapp.learner.distributed import Ranks
     from rayapp.learner.step import PolicyLearner
 
@@ -135,30 +136,15 @@ def save_llama(folder: Path, *, dtype: str = "float32", **shape: float | bool | 
     return folder
 
 
-def sampled(
-    token_ids: ArrayLike,
-    num_prompt_tokens: int,
-    *,
-    reward: float = 0.0,
-    terms: dict[str, float] | None = None,
-    log_prob: float = 0.0,
-    policy_version: int = 0,
-) -> Trajectory:
-    """Return a completed trajectory: a prompt, and a response whose tokens all have the engine's log-prob
-    `log_prob`.
-    """
-    tokens = np.asarray(token_ids, np.int32)
-    mask = np.arange(tokens.size) >= num_prompt_tokens
-    return Trajectory(
-        token_ids=tokens,
-        response_mask=mask,
-        rollout_log_probs=np.where(mask, log_prob, 0.0).astype(np.float32),
-        completion_text="",
-        reward=Reward(value=reward, terms=terms or {}),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=policy_version,
-        max_policy_version=policy_version,
-    )
+def take_step(learner: PolicyLearner, groups: Sequence[Group], number: int = 1) -> dict[str, float]:
+    """Train this step on this rank's share of the groups. Return its metrics. Collective."""
+    from rayapp.core.trajectories import summarize_group
+    from rayapp.learner.shares import deal
+
+    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
+    ranks = learner.ranks
+    mine = deal(summaries, learner.config, ranks.world_size // ranks.num_parts)[ranks.data_rank]
+    return learner.train_step(number, summaries, mine, [groups[share.position] for share in mine])
 
 
 @contextmanager
@@ -185,3 +171,34 @@ def plain_log_probs(folder: Path, token_ids: Sequence[int]) -> NDArray[np.float3
     with torch.no_grad():
         scores = model(ids).logits[0, :-1].float().log_softmax(-1)
     return cast("NDArray[np.float32]", scores.gather(1, ids[0, 1:, None])[:, 0].numpy())
+
+
+def save_moved(source: Path, folder: Path, *, noise: float, dtype: str = "bfloat16") -> Path:
+    """Save a copy of a model, all of whose weights are moved by random numbers of this size."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def exported(
+    config: Config, tokens: Sequence[int], *, version: int = 0, bucket_bytes: int = 1 << 20
+) -> tuple[list[WeightBucket], FloatArray]:
+    """Return what a learner sends as this version, and its log-probs of the tokens after the first four."""
+    from actors.learner import Learner
+    from support import make
+
+    learner = Learner(config, 0, 1, "", 0)
+    try:
+        group = make.group(make.trajectory(tokens, 4))
+        return list(learner.export_weights(version, bucket_bytes)), learner.log_probs_of(group)[0]
+    finally:
+        learner.close()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from rayapp.storage.media import MAX_PIXELS
 
 QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SMOL_TOKENS = (
@@ -38,6 +42,17 @@ def picture(colour: tuple[int, int, int] = (255, 0, 0), size: tuple[int, int] = 
     written = io.BytesIO()
     Image.new("RGB", size, colour).save(written, "PNG")
     return written.getvalue()
+
+
+def bomb() -> bytes:
+    """A PNG of few bytes that says it has more pixels than are allowed."""
+    side = int(MAX_PIXELS**0.5) + 100
+    head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
 
 
 def save_tokenizer(folder: Path, special: Sequence[str], template: str) -> dict[str, int]:

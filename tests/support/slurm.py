@@ -11,11 +11,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from support.timing import wait_until
 
 DEADLINE_S = 900.0
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "unshare", "nsenter")
@@ -156,16 +157,12 @@ def running_slurm() -> Iterator[Slurm]:
 
 def _first_child(process: subprocess.Popen[bytes]) -> int:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := children.read_text().split()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return int(found[0])
+    wait_until(lambda: children.read_text() != "", process=process, timeout_s=DEADLINE_S)
+    return int(children.read_text().split()[0])
 
 
 def _wait_for_nodes(slurm: Slurm, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while slurm.run("sinfo", "--noheader", "--partition=low", "--format=%D %t").stdout.strip() != "2 idle":
-        assert process.poll() is None, slurm.logs()
-        assert time.monotonic() < deadline, slurm.logs()
-        time.sleep(0.5)
+    command = ("sinfo", "--noheader", "--partition=low", "--format=%D %t")
+    wait_until(
+        lambda: slurm.run(*command).stdout.strip() == "2 idle", slurm.logs, process=process, timeout_s=DEADLINE_S
+    )

@@ -207,7 +207,7 @@ class InstantLearner:
     def export_weights(self, version: int, bucket_bytes: int) -> Iterator[WeightBucket]:
         if self._rank == 0:
             entry: TensorEntry = (VERSION_TENSOR, "uint8", (64,), 0, 64)
-            yield WeightBucket(entries=(entry,), data=np.full(64, self._version % 256, np.uint8))
+            yield WeightBucket(entries=(entry,), data=np.full(64, self._version % 256, np.uint8), checksums={})
 
     def begin_checkpoint(self, folder: str, version: int) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)

@@ -52,9 +52,6 @@ def _tokens(random: np.random.Generator, rows: int) -> dict[str, Any]:
         "response_mask": pa.array(list(mask)),
         "rollout_log_probs": pa.array(list(log_probs.astype(np.float32))),
         "learner_log_probs": pa.array(list((0.99 * log_probs).astype(np.float32))),
-        "routed_experts": pa.nulls(rows, SCHEMA.field("routed_experts").type),
-        "allowed": pa.nulls(rows, SCHEMA.field("allowed").type),
-        "media": pa.nulls(rows, SCHEMA.field("media").type),
     }
 
 

@@ -1,4 +1,4 @@
-"""Time limits of tests: processor seconds, without the garbage of earlier tests.
+"""Waits and time limits of tests: processor seconds, without the garbage of earlier tests.
 
 A pytest worker holds the modules and objects of thousands of tests. One full garbage collection of them takes up to 1.5
 s and can start at any allocation: the code under test is not to blame for it.
@@ -8,9 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import psutil
+
+
+def wait_until(
+    holds: Callable[[], bool],
+    told: Callable[[], str] = lambda: "",
+    *,
+    process: subprocess.Popen[Any] | None = None,
+    timeout_s: float = 60.0,
+) -> None:
+    """Return when the condition holds.
+
+    Raises:
+        AssertionError: it does not hold in time, or the process ended before; with what `told` returns.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert process is None or process.poll() is None, told()
+        assert time.monotonic() < deadline, told()
+        time.sleep(0.05)
 
 
 @contextmanager
@@ -68,3 +91,18 @@ async def nothing_holds_the_loop(limit_s: float, clock: Callable[[], float], *, 
         finally:
             looking.cancel()
     assert longest_s < limit_s, doing
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    """Let other tasks run until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def lives(pid: int) -> bool:
+    """False for a zombie too, since no process may be there to reap it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

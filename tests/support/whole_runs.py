@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rayapp.core.types import Group
 from rayapp.runs.trajectories import read_groups
+from support import timing
 
 
 def write_rows(file: Path, *questions: str, truth: str = "42") -> str:
@@ -44,13 +45,13 @@ def groups_of(folder: Path) -> list[Group]:
 def wait_until(
     reached: Callable[[], bool], process: subprocess.Popen[Any], output: Callable[[], str], *, timeout_s: float = 600.0
 ) -> None:
-    """Return when the condition holds.
+    """Return when the condition holds; AssertionError with what `output` returns if the process ends before."""
+    timing.wait_until(reached, output, process=process, timeout_s=timeout_s)
 
-    Raises:
-        AssertionError: the process has ended, or the condition does not hold in time; with what `output` returns.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not reached():
-        assert process.poll() is None, output()
-        assert time.monotonic() < deadline, output()
-        time.sleep(0.02)
+
+def lives(process: psutil.Process) -> bool:
+    """Return True while the process runs; a zombie does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -8,6 +8,7 @@ way have a row in `REPLIES`. `DECODES` names each module that decodes bytes or s
 from __future__ import annotations
 
 import asyncio
+import base64
 import ctypes
 import gc
 import json
@@ -29,6 +30,7 @@ import pytest
 from starlette.routing import Mount, Route
 
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import RewardFailedError, SandboxError, ToolUnavailableError, UnusableWorkError
 from rayapp.core.types import ExecOutcome, ExecResult, Group, SamplingParams, StopCause
 from rayapp.extras.environments.openenv import OpenEnvEpisode
@@ -45,11 +47,13 @@ from rayapp.rollout.external_program import remove_folder
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.sandbox.verdict.results import failure
+from rayapp.storage.models.pictures import load_pictures
 from rayapp.tasks.code.conditions import holds as condition_holds
 from rayapp.tasks.text_process import holds
 from rayapp.tools.base import ToolFailedError
 from rayapp.tools.toolset import ArgumentChecker, read_arguments
 from support import make
+from support.picture_models import bomb, picture, save_picture_model
 from support.runs import hostile_group
 from support.timing import nothing_holds_the_loop
 
@@ -104,6 +108,13 @@ def saying(*said: str, **fields: Any) -> bytes:
     return body(messages=[{"role": "user", "content": text} for text in said], **fields)
 
 
+def pictured(pictures: Sequence[bytes]) -> Any:
+    """Return a content with pictures in the forms of OpenAI and Anthropic."""
+    data = [base64.b64encode(each).decode() for each in pictures]
+    uris = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}} for each in data]
+    return [*uris, {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data[0]}}]
+
+
 JSON_BOMBS = (
     b"[" * 2_000_000,
     b'{"a":' * 400_000,
@@ -115,9 +126,12 @@ JSON_BOMBS = (
 DEEP: Any = {}
 for _ in range(300):
     DEEP = {"properties": {"x": DEEP}, "type": "object"}
+PICTURES = (bomb(), picture()[:60], b"\x89PNG" * 400_000)
 TOOLS = [{"name": f"t{i}", "description": "d" * 3000, "properties": [1]} for i in range(1000)]
 MESSAGES = (
     *JSON_BOMBS,
+    *(body(messages=[{"role": "user", "content": pictured([each])}]) for each in PICTURES),
+    body(messages=[{"role": "user", "content": pictured([picture(size=(28, 28))] * 1000)}]),
     saying("word " * 800_000),
     saying("<|im_start|" * 300_000),
     saying(*[""] * 100_000),
@@ -242,8 +256,9 @@ def aiohttp_routes(app: Any) -> set[str]:
 @asynccontextmanager
 async def gateway(tokenizer: Any, folder: Path) -> AsyncIterator[Asked]:
     engine, limits = make.engine(tokenizer, lambda name, ids: "yes"), {"max_tokens": 32_768, "max_turns": 20}
-    sampling = SamplingParams(max_tokens=9)
-    async with make.session(tokenizer, engine, sampling=sampling, **limits) as (served, session):
+    sampling, formats = SamplingParams(max_tokens=9), make.formats(tokenizer)
+    formats.pictures = load_pictures(ModelSection(path=str(save_picture_model(folder, "qwen2_5_vl"))))
+    async with make.session(tokenizer, engine, sampling=sampling, own_formats=formats, **limits) as (served, session):
         headers = {"x-api-key": session.key}
 
         async def asked(path: str, given: bytes | str) -> None:
@@ -393,7 +408,7 @@ async def _arguments(tokenizer: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}, "b": {"pattern": "(x+)+y"}}}
     checker = ArgumentChecker(schema)
     for text in (
-        *(bomb.decode(errors="replace") for bomb in JSON_BOMBS),
+        *(each.decode(errors="replace") for each in JSON_BOMBS),
         json.dumps({"a": [[0]] * 2000, "b": "x" * 99}),
     ):
         with suppress(ToolFailedError):

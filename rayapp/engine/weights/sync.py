@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from rayapp.config.config import Config
 from rayapp.config.sections import ServerSection
-from rayapp.core.errors import ConfigError, ObjectsLostError, RayappError, WeightSyncError
+from rayapp.core.errors import ConfigError, LearnersLostError, ObjectsLostError, RayappError, WeightSyncError
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class WeightSync:
         self._version = 0
         self._learners: WeightGiver | None = None  # of the last sync
         self._is_syncing = asyncio.Lock()
-        self.are_lost = False  # the last sync's weights were on a lost node: only a new sync can provide weights
+        self.are_lost = False  # the last sync's weights went with a node or a learner: only a new sync can provide any
 
     async def sync(
         self,
@@ -120,18 +120,16 @@ class WeightSync:
         return True
 
     async def catch_up(self, server: WeightTaker) -> None:
-        """Send the weights of the last sync to a server that has just started. If they were lost with the learners'
-        node, it generates nothing until the next sync. WeightSyncError: the server must be replaced."""
+        """Send the weights of the last sync to a server that has just started. If they were lost with the learners or
+        their node, it generates nothing until the next sync. WeightSyncError: the server must be replaced."""
         # Hold the sync's lock: otherwise an older version could arrive last.
         async with self._is_syncing:
             if self._learners is None or self.are_lost:
                 return
-            buckets = await self._carrier.buckets(self._version, self._learners)
-            if not buckets:
-                return
             try:
-                await server.load_weights(self._version, buckets)
-            except ObjectsLostError as error:
+                if buckets := await self._carrier.buckets(self._version, self._learners):
+                    await server.load_weights(self._version, buckets)
+            except (LearnersLostError, ObjectsLostError) as error:
                 log.warning(
                     "the weights of version %d were lost and can't be sent to %s: %s", self._version, server.name, error
                 )

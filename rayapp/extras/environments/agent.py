@@ -19,7 +19,7 @@ from rayapp.config.agent import AgentSection
 from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task
-from rayapp.core.types import Prompt, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.types import Media, Prompt, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.extras.environments.files import (
     AnyEnvironment,
     Columns,
@@ -41,6 +41,8 @@ from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.problem import VERDICT, Agent, Problem
 from rayapp.rollout.recorder import AgentPrompt, Recorder, failed
+from rayapp.storage.media import by_sha256, pictured
+from rayapp.tasks.data.pictures import placed
 from rayapp.tools.base import RawCall, Tool, ToolBase, ToolCallParser, ToolContext, ToolOutput, ToolSchema
 
 
@@ -48,7 +50,7 @@ class Episode(Protocol):
     """One trajectory's instance of an environment. All methods raise ToolFailedError for a mistake of the policy, which
     reads the message, and ToolUnavailableError if the environment is lost."""
 
-    async def reset(self, columns: Columns) -> str:
+    async def reset(self, columns: Columns) -> ToolOutput:
         """Begin the episode, and return the first message, which is appended to the prompt. It may be empty."""
         ...
 
@@ -131,8 +133,12 @@ class EpisodePlayer:
         try:
             async with self._episodes.episode() as episode:
                 observation = await episode.reset(task.columns)
+                pictures = by_sha256(observation.pictures)
+                ids, media = await self._prompt_ids(task, observation.text, pictures)
                 prompt = AgentPrompt(
-                    token_ids=self._prompt_ids(task, observation),
+                    token_ids=tuple(ids),
+                    media=media,
+                    pictures=pictures,
                     tools_kwargs={name: {"create_kwargs": {"episode": episode}} for name in self._tools},
                     first_turn=1,  # `group._CohortPlace.fill` has sent a request as turn 0 of this trajectory
                 )
@@ -146,16 +152,19 @@ class EpisodePlayer:
             return _failed(played, RolloutStatus.ERROR_TASK, error)
         return replace(played, tool_rewards={**played.tool_rewards, VERDICT: verdict})
 
-    def _prompt_ids(self, task: EnvironmentTask, observation: str) -> tuple[int, ...]:
+    async def _prompt_ids(
+        self, task: EnvironmentTask, observation: str, pictures: Mapping[str, bytes]
+    ) -> tuple[list[int], Media]:
         # Neutralize control tokens: an environment's text is as untrusted as a tool's result.
         told = self._loop.chat.harmless({"role": "user", "content": readable(observation)})["content"]
-        ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told))
+        ids = self._loop.chat.prompt_ids(_followed_by(task.messages, told, len(pictures)))
+        ids, media = await placed(self._loop.pictures, ids, list(pictures), pictures)
         if len(ids) > self._max_prompt_tokens:
             raise InputError(
                 f"row {task.index}: the prompt with the environment's first message has {len(ids)} tokens, but "
                 f"rollout.max_prompt_tokens is {self._max_prompt_tokens}. Raise rollout.max_prompt_tokens"
             )
-        return tuple(ids)
+        return ids, media
 
     async def close(self) -> None:
         await self._loop.tools.close()
@@ -283,10 +292,10 @@ def check_environments(tasks: Sequence[Task]) -> None:
     asyncio.run(check())
 
 
-def _followed_by(messages: Sequence[Message], observation: str) -> list[Message]:
+def _followed_by(messages: Sequence[Message], observation: str, num_pictures: int) -> list[dict[str, Any]]:
     """Append the environment's first message to the last message, as TRL does."""
     *before, last = messages
-    return [*before, {**last, "content": f"{last['content']}{observation}"}]
+    return [*map(dict, before), {**last, "content": pictured(f"{last['content']}{observation}", num_pictures)}]
 
 
 def _failed(played: Trajectory, status: RolloutStatus, error: Exception) -> Trajectory:

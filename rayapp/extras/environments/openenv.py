@@ -15,15 +15,16 @@ import json
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketResponse, WSMsgType
 
-from rayapp.core.errors import ConfigError, ToolUnavailableError
+from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError
 from rayapp.core.trajectories import storable
 from rayapp.core.types import Trajectory
 from rayapp.extras.environments.files import Columns, EnvironmentTask, OpenEnvEnvironment
+from rayapp.storage.media import from_data_uri
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
 _MAX_MESSAGE_BYTES = 16 << 20
@@ -140,11 +141,11 @@ class OpenEnvEpisode:
     async def close(self) -> None:
         await self._socket.close()
 
-    async def reset(self, columns: Columns) -> str:
+    async def reset(self, columns: Columns) -> ToolOutput:
         """Begin the episode, waiting for a free session of the server as long as the group's deadline allows."""
         while True:
             try:
-                return _shown((await self.ask("reset", columns))["observation"])
+                return _output((await self.ask("reset", columns))["observation"])
             except _ServerFullError:
                 await self.close()
                 await asyncio.sleep(_FULL_PAUSE_S * random.uniform(0.5, 1.0))
@@ -161,10 +162,10 @@ class OpenEnvEpisode:
         reward = _number(stepped.get("reward"), self.environment.url)
         self.rewards += [] if reward is None else [reward]
         self.is_done = bool(stepped.get("done"))
-        error, text = stepped["observation"].get("error"), _shown(stepped["observation"])
+        error, shown = stepped["observation"].get("error"), _output(stepped["observation"])
         if error and self.takes_calls:
             raise ToolFailedError(str(error.get("message", error) if isinstance(error, dict) else error))
-        return ToolOutput(text=text, reward=reward, answer=text if self.is_done else None)
+        return replace(shown, reward=reward, answer=shown.text if self.is_done else None)
 
     async def reward(self, task: EnvironmentTask, played: Trajectory) -> float:
         return float(sum(self.rewards if self.environment.reward == "sum" else self.rewards[-1:]))
@@ -241,6 +242,18 @@ def _step(action: Mapping[str, Any]) -> ToolSchema:
         description=str(action.get("description", "")) or "Acts in the environment.",
         parameters={"type": "object", "properties": properties, "required": required, **kept},
     )
+
+
+def _output(observation: Mapping[str, Any]) -> ToolOutput:
+    """Return an observation for the policy. Fields that are data URIs of pictures are read after the text."""
+    uris = {
+        name: value for name, value in observation.items() if isinstance(value, str) and value.startswith("data:image/")
+    }
+    text = _shown({name: value for name, value in observation.items() if name not in uris})
+    try:
+        return ToolOutput(text=text, pictures=tuple(map(from_data_uri, uris.values())))
+    except InputError as error:
+        raise ToolUnavailableError(f"an observation's {', '.join(uris)}: {error}") from error
 
 
 def _shown(observation: Mapping[str, Any]) -> str:

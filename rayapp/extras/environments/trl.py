@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -82,16 +83,19 @@ class TrlEpisode:
     is_lost: bool = False
     _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def reset(self, columns: Columns) -> str:
+    async def reset(self, columns: Columns) -> ToolOutput:
         said = await self._call("reset", **columns)
-        if not isinstance(said, str | None):
-            raise self._lost(f"its reset() returned a {type(said).__name__}: it must return a str or None")
-        return said or ""
+        if not isinstance(said, str | list | None):
+            raise self._lost(
+                f"its reset() returned a {type(said).__name__}: it must return a str, a list of texts and pictures, or "
+                "None"
+            )
+        return _output("" if said is None else said)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
         try:
             async with self._one_at_a_time:
-                return ToolOutput(text=str(await self._call(name, **arguments)))
+                return _output(await self._call(name, **arguments))
         except ToolUnavailableError as error:
             # As in TRL, the policy reads a tool's exception, such as `ValueError("game over")`. Only a lost connection
             # is a failure of the environment.
@@ -164,6 +168,34 @@ def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) 
             f"{where} can't be a tool: {error}. Annotate its arguments with types and describe each in its docstring "
             "under Args:; if it is not meant as a tool, begin its name with an underscore"
         ) from error
+
+
+def _output(said: Any) -> ToolOutput:
+    """Return what a method returned; pictures, alone or in a list with texts, are read after the texts.
+
+    Pictures are bytes or Pillow's, also as TRL's parts: `{"type": "image", "image": …}`.
+    """
+    parts = [_value_of(part) for part in (said if isinstance(said, list) else [said])]
+    pictures = [part for part in parts if isinstance(part, bytes) or hasattr(part, "save")]
+    if not pictures:
+        return ToolOutput(text=str(said))
+    texts = [str(part) for part in parts if not any(part is picture for picture in pictures)]
+    return ToolOutput(text="\n".join(texts), pictures=tuple(map(_encoded, pictures)))
+
+
+def _value_of(part: Any) -> Any:
+    match part:
+        case {"type": "image", "image": value} | {"type": "text", "text": value}:
+            return value
+    return part
+
+
+def _encoded(picture: Any) -> bytes:
+    if isinstance(picture, bytes):
+        return picture
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return written.getvalue()
 
 
 async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **arguments: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -22,6 +23,8 @@ from rayapp.core.names import PREFIX, did_you_mean
 from rayapp.core.protocols import Tokenizer
 from rayapp.extras.trl.fields import ARGUMENTS, DEFAULTS, FIELDS, NUM_GPUS, NUM_ROWS, PEFT
 from rayapp.storage.models.tokenizer import load_tokenizer
+from rayapp.tasks.data.pictures import COLUMNS as PICTURES
+from rayapp.tasks.data.pictures import as_marks, as_stored, with_parts
 
 DATA_SOURCE = "trl"
 _FOLDER = "trl_data"
@@ -207,29 +210,53 @@ def _rows(dataset: Any, what: str) -> list[dict[str, Any]]:
 
 
 def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Write rows in verl's schema. TRL's columns are one JSON text, which `_Answers` reads."""
+    """Write rows in verl's schema. TRL's columns are one JSON text, which `_Answers` reads, without pictures."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    made = []
+    made, images = [], list[list[dict[str, Any]]]()
     for index, row in enumerate(rows):
-        prompt = row["prompt"]
+        prompt, pictures = row["prompt"], _pictures(row)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        images.append(pictures)
         try:
-            columns = json.dumps(row)
+            columns = json.dumps({name: value for name, value in row.items() if name not in PICTURES})
         except TypeError as error:
             raise InputError(f"{path.stem}_dataset, row {index}: a value can't be written as JSON: {error}") from error
         made.append(
             {
                 "data_source": DATA_SOURCE,
-                "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt,
+                "prompt": as_marks(with_parts(messages, len(pictures))) if pictures else messages,
                 "ability": "own",
                 "reward_model": {"style": "rule", "ground_truth": ""},
                 "extra_info": {"index": index, "columns": columns},
             }
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(made), path)
+    table = pa.Table.from_pylist(made)
+    if any(images):
+        kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        table = table.append_column("images", pa.array(images, pa.list_(kind)))
+    pq.write_table(table, path)
     return str(path)
+
+
+def _pictures(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row's pictures in verl's form."""
+    found: Any = next((row[name] for name in PICTURES if row.get(name) is not None), [])
+    return list(map(_stored, found if isinstance(found, list | tuple) else [found]))
+
+
+def _stored(picture: Any) -> dict[str, Any]:
+    """Return a picture in verl's form: bytes, a path relative to the working directory, or Pillow's."""
+    if hasattr(picture, "save"):
+        written = io.BytesIO()
+        picture.save(written, "PNG")
+        picture = written.getvalue()
+    stored = as_stored(picture)
+    path = stored["path"]
+    is_file = path is not None and not path.startswith("data:") and "://" not in path
+    return {**stored, "path": str(Path(path).absolute())} if is_file else stored
 
 
 def _environment(

@@ -19,6 +19,7 @@ from rayapp.core.errors import LearnerError, RewardFailedError
 from rayapp.core.http import EndpointClient
 from rayapp.core.types import FloatArray, Fork, Int32Array, Reward
 from rayapp.learner.batch import TrainItem, trained_branches
+from rayapp.storage.media import moved
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +95,7 @@ class VerdictReader:
                 routed_experts=None,  # the server has chosen no experts for this longer prompt
                 # A fork with after=-1 begins a new conversation, which must also begin with the message.
                 forks=tuple(Fork(start=fork.start + size, after=fork.after + size) for fork in trajectory.forks),
-                media=tuple(replace(p, start=p.start + size, end=p.end + size) for p in trajectory.media),
+                media=moved(trajectory.media, size),
             ),
         )
 

@@ -29,18 +29,13 @@ from rayapp.learner.batch import Inputs, MicroBatch, PackedPictures, TrainItem, 
 from rayapp.learner.packing import Int64Array
 from rayapp.storage.models.families import PICTURE_FAMILIES
 
-FIRST_KEY = 1 << 30
-"""Keys of pictures: above all token ids, and within int32."""
-GRID = "image_grid_thw"
-"""Input with a picture's patches in time, height and width, from which Qwen's models compute rotary positions."""
+FIRST_KEY = 1 << 30  # of pictures: above all token ids, and within int32
+GRID = "image_grid_thw"  # input from which Qwen's models compute rotary positions: patches in time, height and width
 
 
 def build_model(architecture: Any, attention: str, *, trust_remote_code: bool = False) -> Any:
-    """Build transformers' model in float32: with its vision tower if the learner can train on pictures.
-
-    Args:
-        attention: of the decoder.
-    """
+    """Build transformers' model in float32, with this attention in its decoder, and with its tower if the learner can
+    train on pictures."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     reads_pictures = architecture.model_type in PICTURE_FAMILIES
@@ -94,11 +89,7 @@ def replicated(causal_lm: Any) -> set[nn.Parameter]:
 
 
 class PictureReader:
-    """Pictures of a step on one rank.
-
-    Args:
-        process: returns the inputs of a picture, given its encoded bytes.
-    """
+    """Pictures of a step on one rank. `process` returns the inputs of a picture, given its encoded bytes."""
 
     def __init__(self, causal_lm: Any, process: Callable[[bytes], Inputs]) -> None:
         self._token_id: int = causal_lm.config.image_token_id
@@ -192,10 +183,8 @@ class DevicePictures:
     """Pictures of this rank's tokens, on the learner's device."""
 
     inputs: Mapping[str, Inputs]  # on the host until the tower reads them
-    places: Tensor
-    """(P,) positions of placeholders among this rank's tokens, ascending."""
-    rows: Tensor
-    """(P,) row of each placeholder among the features of all pictures."""
+    places: Tensor  # (P,) positions of placeholders among this rank's tokens, ascending
+    rows: Tensor  # (P,) row of each placeholder among the features of all pictures
 
 
 def split_items(reader: PictureReader | None, items: Sequence[TrainItem], **options: Any) -> list[MicroBatch]:
@@ -236,8 +225,8 @@ class Tower:
 
     def __init__(self, causal_lm: Any) -> None:
         self._causal_lm = causal_lm
-        self._kept: dict[str, tuple[Tensor, ...]] = {}
-        """Features of frozen towers by the pictures' SHA-256, until `forget`."""
+        self.num_tokens = 0  # whose features have been computed
+        self._kept: dict[str, tuple[Tensor, ...]] = {}  # features of a frozen tower by SHA-256, until `forget`
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -279,6 +268,7 @@ class Tower:
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._is_frozen):
             found = self._causal_lm.get_image_features(**{name: tensor.to(device) for name, tensor in inputs.items()})
         features = torch.cat(tuple(found.pooler_output)), *(getattr(found, "deepstack_features", None) or ())
+        self.num_tokens += len(features[0])
         if self._is_frozen:
             self._kept[sha256] = features
         return features

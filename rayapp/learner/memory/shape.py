@@ -115,6 +115,7 @@ class ModelShape:
     num_picture_layers: int = 0  # vectors that each token of a picture gets from the tower; 0 in a model for text
     # values that a trained tower keeps for each token of a picture: without and with recomputed layers
     tower_values: tuple[int, int] = (0, 0)
+    tower_flops: int = 0  # of the tower's products for each token of a picture, with backward if it is trained
     teacher: ModelShape | None = None
 
     @property
@@ -200,7 +201,9 @@ def _tower(vision: Any, num_parameters: int, *, is_frozen: bool) -> dict[str, An
     layers = getattr(vision, "depth", None) or vision.num_hidden_layers
     patches = layers * getattr(vision, "spatial_merge_size", 2) ** 2
     kept = patches * (10 * vision.hidden_size + 3 * vision.intermediate_size), patches * vision.hidden_size
+    forward = 2 * num_parameters * patches // layers  # each parameter computes each patch of the token
     return {
+        "tower_flops": forward if is_frozen else 3 * forward,
         "num_frozen_in_tower": num_parameters if is_frozen else 0,
         "num_picture_layers": 1 + len(getattr(vision, "deepstack_visual_indexes", ())),
         "tower_values": (0, 0) if is_frozen else kept,

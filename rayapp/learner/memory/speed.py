@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayapp.config.config import Config, frozen_models, with_number_formats
 from rayapp.config.learner import LearnerSection
@@ -172,7 +172,7 @@ def generate(shape: ModelShape, section: ServerSection, load: StepLoad, gpu: Gpu
     launch_s = EAGER_DECODE_S if section.is_eager(on_gpu=True) else DECODE_S
     # Sequences start and end one by one, so the number of waves may be a fraction.
     decode_s = max(1.0, mine / at_once) * completion * (launch_s + max(read_s, products_s))
-    prefill = 2 * shape.num_computed * load.prompts * prompt
+    prefill = 2 * shape.num_computed * load.prompts * prompt + _tower_flops(shape, load)
     flops = flops_per_token * load.predicted_tokens + prefill + attention_flops(shape, load.attended)
     return Speed(seconds=prefill / (num_gpus * flops_per_s) + decode_s, flops=flops, num_gpus=num_gpus)
 
@@ -203,7 +203,7 @@ def train(shape: ModelShape, learner: LearnerSection, load: StepLoad, gpu: Gpu, 
     again = learner.num_recomputed(shape.num_layers) / shape.num_layers
     forward = COMPILED_FORWARD_PASSES if is_compiled else FORWARD_PASSES
     backward_passes = COMPILED_BACKWARD_PASSES if is_compiled else BACKWARD_PASSES
-    return _learner_speed(
+    speed = _learner_speed(
         shape,
         learner,
         load,
@@ -215,6 +215,14 @@ def train(shape: ModelShape, learner: LearnerSection, load: StepLoad, gpu: Gpu, 
         useful=1.0 + backward,
         exchanges=2.0 + again,
     )
+    seen = _tower_flops(shape, load)
+    seen_s = seen / (GEMM_SHARE * gpu.tflops * 1e12 * learner.num_learners)
+    return replace(speed, seconds=speed.seconds + seen_s, flops=speed.flops + seen)
+
+
+def _tower_flops(shape: ModelShape, load: StepLoad) -> int:
+    """Return the flops of the vision tower, as if all tokens of prompts stood for pictures."""
+    return shape.tower_flops * load.prompts * load.prompt_tokens
 
 
 def _learner_speed(

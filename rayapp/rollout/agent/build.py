@@ -5,8 +5,10 @@ Each rollout worker makes its loops before its first prompt, so that unusable se
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from rayapp.core.protocols import SandboxSource
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.recorder import AgentLimits
+from rayapp.storage.models.pictures import load_pictures, reads_pictures
 from rayapp.storage.models.tokenizer import ModelTokenizer, load_tokenizer
 from rayapp.tools.base import SampleCall, Tool, ToolCallParser, ToolContext, ToolSchema
 from rayapp.tools.loading import open_tools
@@ -54,7 +57,7 @@ async def open_loop(
         max_tool_output_chars=agent.max_tool_output_chars,
     )
     tokenizer: Any = load_tokenizer(model, agent.chat_template_kwargs)
-    return await open_agent_loop(
+    loop = await open_agent_loop(
         tokenizer,
         limits=limits,
         model=model.path,
@@ -66,6 +69,7 @@ async def open_loop(
         chat_template=agent.chat_template,
         context=ToolContext(sandboxes=sandboxes),
     )
+    return replace(loop, pictures=await asyncio.to_thread(load_pictures, model)) if reads_pictures(model) else loop
 
 
 async def open_agent_loop(

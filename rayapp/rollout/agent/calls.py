@@ -13,23 +13,30 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from rayapp.core.aio import guarded
-from rayapp.core.errors import RayappError
+from rayapp.core.errors import InputError, RayappError
 from rayapp.core.trajectories import storable
 from rayapp.core.types import CallRecord
 from rayapp.rollout.agent.text import cut, readable
 from rayapp.rollout.recorder import AgentLimits
+from rayapp.storage.media import by_sha256
+from rayapp.tasks.data.pictures import decoded_sizes
 from rayapp.tools.base import MAX_CALLS, RawCall, Tool, ToolCallParser, ToolFailedError, ToolOutput
 from rayapp.tools.toolset import ToolSet, ToolStates, infrastructure, read_arguments
 
 log = logging.getLogger(__name__)
 
 
-async def run_call(call: RawCall, *, tools: ToolSet, states: ToolStates, limits: AgentLimits) -> CallRecord:
+async def run_call(
+    call: RawCall, *, tools: ToolSet, states: ToolStates, limits: AgentLimits, reads_pictures: bool = True
+) -> CallRecord:
     """Run or refuse one call. Only failed infrastructure raises."""
     started_at_s, started = time.time(), time.perf_counter()
     record = CallRecord(name=call.name, arguments=call.arguments, output="", started_at_s=started_at_s)
     try:
         record = await _checked(call, record, tools, states)
+        if record.pictures and not reads_pictures:
+            note = f"[{len(record.pictures)} pictures are left out: this model reads only text]"
+            record = replace(record, output=f"{record.output}\n{note}".lstrip(), pictures=())
     except ToolFailedError as failed:
         record = replace(record, output=f"Error: {failed}", failure=failed.kind)
     output = cut(readable(record.output), limits.max_tool_output_chars, limits.cut_side)
@@ -70,7 +77,14 @@ async def _executed(tool: Tool, states: ToolStates, arguments: dict[str, object]
         raise ToolFailedError(f"{record.name} failed: {type(error).__name__}", "crash") from None
     if states.answer is None:
         states.answer = output.answer
-    return replace(record, output=output.text, reward=output.reward, waited_s=output.waited_s, execs=output.execs)
+    try:
+        shown = by_sha256(output.pictures)
+        await decoded_sizes(shown)
+    except InputError as error:
+        raise ToolFailedError(f"{record.name}: {error}", "picture") from None
+    states.pictures |= shown
+    record = replace(record, output=output.text, reward=output.reward, waited_s=output.waited_s, execs=output.execs)
+    return replace(record, pictures=tuple(shown))
 
 
 def _usable(output: ToolOutput) -> ToolOutput:

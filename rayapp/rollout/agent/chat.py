@@ -21,6 +21,7 @@ from rayapp.rollout.agent.text import Neutralizer, frame, join, marks
 from rayapp.tools.base import SampleCall, ToolSchema
 
 Message = Mapping[str, Any]
+Content = str | list[dict[str, str]]  # a text, or parts with pictures
 _STAND_IN = "Stand-in-for-what-was-sampled"
 _END_TOKENS = 32
 _QUESTION: Message = {"role": "user", "content": "Question"}
@@ -128,10 +129,10 @@ class ChatFormat:
         return kept - 1 if kept == len(token_ids) and self._ends_otherwise(token_ids) else kept
 
     def suffix_ids(
-        self, sampled_ids: Sequence[int], tool_texts: Sequence[str], tool_names: Sequence[str] = ()
+        self, sampled_ids: Sequence[int], tool_results: Sequence[Content], tool_names: Sequence[str] = ()
     ) -> list[int]:
         """Return the tokens between a sampled turn and the next one, for results of tools in the order of the calls."""
-        return self.continuation_ids(sampled_ids, _results(tool_texts, tool_names))
+        return self.continuation_ids(sampled_ids, _results(tool_results, tool_names))
 
     def continuation_ids(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """Return the tokens between a sampled turn and the next one, which are not trained on. Control tokens in the
@@ -206,7 +207,8 @@ class ChatFormat:
 
     def _written(self, messages: Sequence[Message]) -> str:
         """Return the text of `_after_turn`, from a cached frame if there is one."""
-        if len(messages) > _MOST_FRAMED or any(message.keys() - _FRAMED for message in messages):
+        has_parts = any(not isinstance(message["content"], str) for message in messages)
+        if has_parts or len(messages) > _MOST_FRAMED or any(message.keys() - _FRAMED for message in messages):
             return self._after_turn(messages)
         key = tuple((message["role"], message.get("name"), message.get("tool_call_id")) for message in messages)
         if sum(len(part or "") for parts in key for part in parts) > _MOST_KEY_CHARS:
@@ -339,7 +341,7 @@ def _added_tokens(tokenizer: ChatTokenizer) -> set[str]:
     return {token for token in tokens if _WORD.search(token) and _NO_WORD.search(token)}
 
 
-def _results(texts: Sequence[str], names: Sequence[str] = ()) -> list[Message]:
+def _results(texts: Sequence[Content], names: Sequence[str] = ()) -> list[Message]:
     known = [*names, *("unknown" for _ in texts[len(names) :])]
     return [{"role": "tool", "content": text, "name": name} for text, name in zip(texts, known, strict=True)]
 

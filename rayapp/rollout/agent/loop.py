@@ -13,10 +13,13 @@ from rayapp.core.aio import side_by_side
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, ToolUnavailableError
 from rayapp.core.protocols import RolloutEngine
 from rayapp.core.syntax import answer_of, spoken
-from rayapp.core.types import CallRecord, Completion, RequestId, RolloutStatus, SamplingParams, Trajectory
+from rayapp.core.types import CallRecord, Completion, Media, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.calls import read_calls, run_call, too_many
 from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.rollout.recorder import AgentLimits, AgentPrompt, Recorder
+from rayapp.storage.media import MOST_PICTURES, pictured
+from rayapp.storage.models.pictures import PictureProcessor
+from rayapp.tasks.data.pictures import placed
 from rayapp.tools.base import RawCall, ToolCallParser, ToolFailedError
 from rayapp.tools.toolset import ToolSet, ToolStates
 
@@ -30,6 +33,7 @@ class AgentLoop:
     tools: ToolSet
     limits: AgentLimits
     is_talk: bool = False  # tool results are sent as user messages, because the prompt lists no tools
+    pictures: PictureProcessor | None = None  # None if the model reads only text
 
     async def run(
         self, prompt: AgentPrompt, *, engine: RolloutEngine, sampling: SamplingParams, request_id: RequestId
@@ -70,13 +74,15 @@ class _Play:
     prompt: AgentPrompt
     recorder: Recorder = field(init=False)
     _read_ids: Sequence[int] = field(init=False)  # before the next turn: the prompt, or the last results
+    _shown: dict[str, bytes] = field(default_factory=dict)  # SHA-256 -> encoded bytes of pictures, also unread ones
 
     def __post_init__(self) -> None:
-        self.recorder = Recorder(self.prompt.token_ids)
+        self.recorder = Recorder(self.prompt.token_ids, self.prompt.media)
         self._read_ids = self.prompt.token_ids
 
     async def run(self, states: ToolStates) -> RolloutStatus:
-        limits = self.loop.limits
+        limits, self._shown = self.loop.limits, states.pictures
+        self._shown |= self.prompt.pictures
         while True:
             completion, calls = await self._speak()
             if completion.finish_reason == "length":
@@ -92,15 +98,16 @@ class _Play:
                 return RolloutStatus.COMPLETED
             if is_last:
                 return RolloutStatus.MAX_TURNS
-            suffix = self._suffix(completion, records)
-            if self._left() <= len(suffix):
+            suffix, media = await self._suffix(completion, records)
+            if self._left() <= len(suffix) or len(self._shown) > MOST_PICTURES:
                 # Don't append results that leave no room for another turn: the policy could not answer them.
                 return RolloutStatus.TRUNCATED
-            self.recorder.add_read(suffix)
+            self.recorder.add_read(suffix, media)
             self._read_ids = suffix
 
     async def _speak(self) -> tuple[Completion, tuple[RawCall, ...]]:
-        sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, self._left()))
+        max_tokens = min(self.sampling.max_tokens, self._left())
+        sampling = replace(self.sampling, max_tokens=max_tokens, pictures=self._shown)
         request_id = self.request_id._replace(turn=self.prompt.first_turn + len(self.recorder.turns))
         completion = await self.recorder.sample_turn(self.engine, request_id, sampling, self._text_of)
         said = answer_of(self.recorder.turns[-1].text)
@@ -110,22 +117,27 @@ class _Play:
         chat = self.loop.chat
         return spoken(chat.turn_text(completion.token_ids.tolist()), chat.end_of(self._read_ids))
 
-    def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> list[int]:
-        results = [record.output for record in records]
+    async def _suffix(self, completion: Completion, records: Sequence[CallRecord]) -> tuple[list[int], Media]:
+        results = [pictured(record.output, len(record.pictures)) for record in records]
         names = [record.name if self.loop.tools.get(record.name) else "unknown" for record in records]
         try:
             chat, sampled = self.loop.chat, completion.token_ids.tolist()
             if self.loop.is_talk:
-                return chat.continuation_ids(sampled, [{"role": "user", "content": text} for text in results])
-            return chat.suffix_ids(sampled, results, names)
+                ids = chat.continuation_ids(sampled, [{"role": "user", "content": result} for result in results])
+            else:
+                ids = chat.suffix_ids(sampled, results, names)
+            shown = [sha256 for record in records for sha256 in record.pictures]
+            return await placed(self.loop.pictures, ids, shown, self._shown)
         except Exception as error:  # boundary: the template is a program and may fail on a tool's text
             why = f"the chat template can't render the tool results or the environment's text: {error}"
             raise ToolFailedError(why, "template") from error
 
     async def _run_calls(self, calls: Sequence[RawCall], states: ToolStates) -> tuple[CallRecord, ...]:
-        limits, tools = self.loop.limits, self.loop.tools
+        limits, tools, reads_pictures = self.loop.limits, self.loop.tools, self.loop.pictures is not None
         first, rest = calls[: limits.max_calls_per_turn], calls[limits.max_calls_per_turn :]
-        records = await side_by_side(run_call(call, tools=tools, states=states, limits=limits) for call in first)
+        records = await side_by_side(
+            run_call(call, tools=tools, states=states, limits=limits, reads_pictures=reads_pictures) for call in first
+        )
         return (*records, *(too_many(call, limits) for call in rest))
 
     def _left(self) -> int:

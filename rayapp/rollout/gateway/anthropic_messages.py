@@ -17,6 +17,7 @@ from rayapp.rollout.gateway.reading import (
     objects,
     positive,
     refuse,
+    said,
     stops,
     structured_form,
     template_variables,
@@ -54,10 +55,10 @@ class AnthropicMessages:
         thinking = _object(body, "thinking").get("type", "disabled") != "disabled"
         system = content(body.get("system"), "system")
         head = (Said(role="system", text=system),) if system else ()
-        said = (each for i, one in enumerate(objects(body.get("messages"), "messages")) for each in _said(one, i))
+        told = (each for i, one in enumerate(objects(body.get("messages"), "messages")) for each in _said(one, i))
         form = json_form(output.get("format") or body.get("output_format"), "output_config.format")
         return Ask(
-            messages=(*head, *said),
+            messages=(*head, *told),
             tools=brought,
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_tokens"), "max_tokens"),
@@ -200,12 +201,12 @@ def _said(message: Mapping[str, Any], index: int) -> Iterator[Said]:
     words = list[dict[str, Any]]()
     for block in objects(given, f"{where}.content"):
         if block.get("type") == "tool_result":
-            result = content(block.get("content"), f"{where}: tool_result")
-            yield Said(role="tool", text=result, call_id=text(block.get("tool_use_id"), f"{where}.tool_use_id"))
+            call_id = text(block.get("tool_use_id"), f"{where}.tool_use_id")
+            yield said("tool", block.get("content"), f"{where}: tool_result", call_id=call_id)
         else:
             words.append(block)
     if words:
-        yield Said(role=str(role), text=content(words, where))
+        yield said("user", words, where) if role == "user" else Said(role="system", text=content(words, where))
 
 
 def _assistant(given: Any, where: str) -> Said:

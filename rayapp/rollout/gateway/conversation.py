@@ -18,10 +18,12 @@ from itertools import groupby
 from typing import Any, Literal
 
 from rayapp.core.types import FinishReason
+from rayapp.storage.media import IMAGE_PART
 from rayapp.tools.base import ToolSchema
 
 _PER_MESSAGE = 500  # bytes of a kept message without its texts
 Key = tuple[object, ...]  # messages with equal keys count as the same
+Shown = tuple[str, bytes]  # SHA-256 and encoded bytes of a picture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ class Said:
 
     role: str  # system, user, assistant or tool
     text: str
+    parts: tuple[str | Shown, ...] = ()  # in order; empty without pictures
     calls: tuple[ToolCall, ...] = ()  # of the assistant
     call_id: str = ""  # of the call whose result this is
     # Key without call ids and blanks around the assistant's text, which clients change when they send a message back.
@@ -59,7 +62,18 @@ class Said:
     def __post_init__(self) -> None:
         # Compute the key now, in the thread that reads messages. On demand it would be computed on the event loop.
         words = (self.text.strip(), *(call.key for call in self.calls)) if self.role == "assistant" else (self.text,)
-        object.__setattr__(self, "key", (self.role, *words))
+        parts = tuple(part if isinstance(part, str) else part[:1] for part in self.parts)
+        object.__setattr__(self, "key", (self.role, *words, *parts))
+
+    @property
+    def content(self) -> str | list[dict[str, str]]:
+        """The text or, with pictures, the parts as chat templates read them."""
+        texts = ({"type": "text", "text": part} if isinstance(part, str) else IMAGE_PART for part in self.parts)
+        return list(texts) or self.text
+
+
+def pictures_of(messages: Sequence[Said]) -> list[Shown]:
+    return [part for said in messages for part in said.parts if not isinstance(part, str)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +185,7 @@ class Replies:
 
     def add(self, reply_id: str, messages: tuple[Said, ...]) -> None:
         size = sum(_PER_MESSAGE + len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
+        size += sum(len(encoded) for _, encoded in pictures_of(messages))
         self._kept[reply_id] = messages, size
         self._num_chars += size
         while self._num_chars > self._max_chars:

@@ -20,6 +20,7 @@ from rayapp.rollout.agent.calls import PARSING
 from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agents import NoCalls
 from rayapp.rollout.gateway.conversation import Key, RefusedError, Said
+from rayapp.storage.models.pictures import PictureProcessor, load_pictures, reads_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tools.base import ToolCallParser, ToolSchema
 
@@ -51,8 +52,10 @@ class Formats:
         parser: str = "hermes",
         template: str = "",
         make_parser: MakeParser = vllm_parser,
+        pictures: PictureProcessor | None = None,
     ) -> None:
         self._tokenizer, self._model, self._parser = tokenizer, model, parser
+        self.pictures = pictures  # None if the model reads only text
         self._template, self._make_parser = template, make_parser
         self._made: OrderedDict[Key, Format] = OrderedDict()
         self.plain = Format(key=(), chat=ChatFormat(tokenizer, (), template=template, name=model), parser=NoCalls())
@@ -61,7 +64,8 @@ class Formats:
     def of(cls, model: ModelSection, agent: AgentSection) -> Formats:
         template = load_template(agent.chat_template) if agent.chat_template else ""
         tokenizer: Any = load_tokenizer(model, agent.chat_template_kwargs)
-        return cls(tokenizer, model=model.path, parser=agent.tool_parser, template=template)
+        pictures = load_pictures(model) if reads_pictures(model) else None
+        return cls(tokenizer, model=model.path, parser=agent.tool_parser, template=template, pictures=pictures)
 
     async def of_call(self, tools: Sequence[ToolSchema], variables: Mapping[str, Any] = _NONE) -> Format:
         """Return the format for these tools and variables of the template. RefusedError: it can't be."""
@@ -141,7 +145,7 @@ def as_template_reads(messages: Sequence[Said]) -> list[dict[str, Any]]:
     Mistral's templates require."""
     ids, names, told = dict[str, str](), dict[str, str](), list[dict[str, Any]]()
     for said in messages:
-        message: dict[str, Any] = {"role": said.role, "content": said.text}
+        message: dict[str, Any] = {"role": said.role, "content": said.content}
         for call in said.calls:
             ids[call.id], names[call.id] = f"call{len(ids):05d}", call.name
             function = {"name": call.name, "arguments": call.parsed}

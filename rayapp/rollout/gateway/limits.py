@@ -10,6 +10,8 @@ MOST_CHOICES = 16
 _MAX_CHARS_A_TOKEN = 32
 # Limits of a body without its messages' texts: tools, and the fields around each message.
 _BODY_BYTES, _BODY_VALUES = 1 << 20, 50_000
+# Bytes of pictures in a body, in base64, and in a session, encoded.
+PICTURES_BODY_BYTES, MOST_SESSION_BYTES = 16 << 20, 128 << 20
 MODEL = "policy"  # which agents get in RAYAPP_MODEL
 
 

@@ -17,6 +17,7 @@ from rayapp.rollout.gateway.reading import (
     objects,
     positive,
     refuse,
+    said,
     stops,
     structured_form,
     template_variables,
@@ -135,13 +136,16 @@ def _said(message: Mapping[str, Any], index: int) -> Said:
     where, role = f"messages[{index}]", message.get("role")
     if role not in ("system", "developer", "user", "assistant", "tool"):
         raise refuse(f"{where}: role must be system, developer, user, assistant or tool, not {role!r:.40}")
-    said = content(message.get("content"), where, ("text", "refusal"))
+    given, kinds = message.get("content"), ("text", "refusal")
     if role == "tool":
-        return Said(role="tool", text=said, call_id=text(message.get("tool_call_id"), f"{where}.tool_call_id"))
+        return said("tool", given, where, kinds, call_id=text(message.get("tool_call_id"), f"{where}.tool_call_id"))
+    if role == "user":
+        return said("user", given, where, kinds)
+    words = content(given, where, kinds)
     if role == "assistant":
         made = objects(message.get("tool_calls"), f"{where}.tool_calls")
-        return Said(role="assistant", text=said, calls=tuple(_made(call, where) for call in made))
-    return Said(role="system" if role == "developer" else str(role), text=said)
+        return Said(role="assistant", text=words, calls=tuple(_made(call, where) for call in made))
+    return Said(role="system", text=words)
 
 
 def _made(call: Mapping[str, Any], where: str) -> ToolCall:

@@ -17,6 +17,7 @@ from rayapp.rollout.gateway.reading import (
     objects,
     positive,
     refuse,
+    said,
     stops,
     structured_form,
     template_variables,
@@ -65,7 +66,7 @@ class OpenAIResponses:
         several = flag(body.get("parallel_tool_calls"), "parallel_tool_calls", default=True)
         form = json_form(shape.get("format"), "text.format")
         return Ask(
-            messages=(*head, *_joined([said for i, item in enumerate(items) if (said := _said(item, i)) is not None])),
+            messages=(*head, *_joined([each for i, item in enumerate(items) if (each := _said(item, i)) is not None])),
             tools=brought,
             model=text(body.get("model"), "model") or "policy",
             max_tokens=positive(body.get("max_output_tokens"), "max_output_tokens"),
@@ -196,8 +197,7 @@ def _said(item: Mapping[str, Any], index: int) -> Said | None:
         call = ToolCall(id=text(item.get("call_id"), f"{where}.call_id"), name=name, arguments=arguments)
         return Said(role="assistant", text="", calls=(call,))
     if kind == "function_call_output":
-        result = content(item.get("output"), where, _TEXTS)
-        return Said(role="tool", text=result, call_id=text(item.get("call_id"), f"{where}.call_id"))
+        return said("tool", item.get("output"), where, _TEXTS, call_id=text(item.get("call_id"), f"{where}.call_id"))
     role = item.get("role")
     if kind != "message":
         raise refuse(
@@ -206,22 +206,24 @@ def _said(item: Mapping[str, Any], index: int) -> Said | None:
         )
     if role not in ("system", "developer", "user", "assistant"):
         raise refuse(f"{where}: role must be system, developer, user or assistant, not {role!r:.40}")
+    if role == "user":
+        return said("user", item.get("content"), where, _TEXTS)
     return Said(role="system" if role == "developer" else str(role), text=content(item.get("content"), where, _TEXTS))
 
 
 def _joined(messages: list[Said]) -> Iterator[Said]:
     """Yield the messages, with the items of each turn of the assistant as one."""
     waiting: Said | None = None
-    for said in messages:
-        if said.role == "assistant" and waiting is not None:
-            whole = waiting.text + said.text
-            waiting = Said(role="assistant", text=whole, calls=(*waiting.calls, *said.calls))
+    for each in messages:
+        if each.role == "assistant" and waiting is not None:
+            whole = waiting.text + each.text
+            waiting = Said(role="assistant", text=whole, calls=(*waiting.calls, *each.calls))
             continue
         if waiting is not None:
             yield waiting
-        waiting = said if said.role == "assistant" else None
+        waiting = each if each.role == "assistant" else None
         if waiting is None:
-            yield said
+            yield each
     if waiting is not None:
         yield waiting
 

@@ -6,8 +6,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rayapp.rollout.gateway.conversation import Ask, Begun, Form, RefusedError, Reply, without_surrogates
+from rayapp.core.errors import InputError
+from rayapp.rollout.gateway.conversation import Ask, Begun, Form, RefusedError, Reply, Said, Shown, without_surrogates
 from rayapp.rollout.gateway.streams import StreamWriter
+from rayapp.storage.base import hash_bytes
+from rayapp.storage.media import from_data_uri
 from rayapp.tools.base import ToolSchema
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 200  # the engine checks each stop text at every token
@@ -22,6 +25,7 @@ _FORMS: dict[str, Any] = {
     "structural_tag": (str,),
 }
 _MAX_VARIABLES = 16
+_PICTURES = ("image_url", "input_image", "image")
 # Arguments of `apply_chat_template`, and special tokens.
 _NO_VARIABLES = frozenset({
     "add_generation_prompt", "bos_token", "chat_template", "continue_final_message", "conversation", "documents",
@@ -115,9 +119,37 @@ def content(value: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
     parts = list[str]()
     for part in objects(value, f"{where}.content"):
         if part.get("type") not in kinds:
-            raise refuse(f"{where}: the policy reads only text, not parts of type {part.get('type')!r:.40}")
+            raise refuse(f"{where}: the policy reads no parts of type {part.get('type')!r:.40} here")
         parts.append(text(part.get("text", part.get("refusal")), f"{where}.content.text"))
     return "\n".join(parts)
+
+
+def said(role: str, value: Any, where: str, kinds: Sequence[str] = ("text",), *, call_id: str = "") -> Said:
+    """Return a user's message or a tool's result, whose content may have pictures between the parts of `content`."""
+    if not isinstance(value, list):
+        return Said(role=role, text=content(value, where), call_id=call_id)
+    parts = tuple(
+        _picture(part, where) if part.get("type") in _PICTURES else content([part], where, kinds)
+        for part in objects(value, f"{where}.content")
+    )
+    texts = [part for part in parts if isinstance(part, str)]
+    return Said(role=role, text="\n".join(texts), parts=parts if len(texts) < len(parts) else (), call_id=call_id)
+
+
+def _picture(part: Mapping[str, Any], where: str) -> Shown:
+    """Return a picture in the form of OpenAI's Chat Completions or Responses API, or Anthropic's."""
+    match part.get("image_url", part.get("source")):
+        case str(uri) | {"url": str(uri)}:
+            pass
+        case {"type": "base64", "data": str(data)} as source:
+            uri = f"data:{source.get('media_type')};base64,{data}"
+        case other:
+            raise refuse(f"{where}: a picture must have its bytes in base64, not {other!r:.60}")
+    try:
+        encoded = from_data_uri(uri)
+    except InputError as error:
+        raise refuse(f"{where}: {error}") from None
+    return hash_bytes(encoded), encoded
 
 
 def tools(value: Any, read: Callable[[Mapping[str, Any], int], ToolSchema]) -> tuple[ToolSchema, ...]:

@@ -38,12 +38,21 @@ from rayapp.rollout.gateway.conversation import (
 )
 from rayapp.rollout.gateway.formats import Format, Formats
 from rayapp.rollout.gateway.forms import too_large
-from rayapp.rollout.gateway.limits import MODEL, MOST_CHOICES, Sending, SessionLimits
+from rayapp.rollout.gateway.limits import MODEL, MOST_CHOICES, PICTURES_BODY_BYTES, Sending, SessionLimits
 from rayapp.rollout.gateway.reading import parsed
 from rayapp.rollout.gateway.streams import Live, Splitter
-from rayapp.rollout.gateway.turns import SampledTurn, Wanted, choice_of, new_prompt_ids, note_results
+from rayapp.rollout.gateway.turns import (
+    SampledTurn,
+    Wanted,
+    checked_pictures,
+    choice_of,
+    new_prompt_ids,
+    note_results,
+    placed_pictures,
+)
 from rayapp.rollout.order import seed_of_call
 from rayapp.rollout.recorder import Recorder, cut_completion
+from rayapp.storage.media import moved
 
 if TYPE_CHECKING:
     from rayapp.rollout.gateway.forwarding import Forwarder  # imports aiohttp, which other runs don't need
@@ -92,6 +101,7 @@ class Session:
     _unanswered: OrderedDict[bytes, asyncio.Task[Reply]] = field(default_factory=OrderedDict)
     _sides: list[Session] = field(default_factory=list)  # for calls that are not recorded, each while it is answered
     _num_sides: int = 0
+    _shown: dict[str, int] = field(default_factory=dict)  # SHA-256 -> encoded bytes of a picture of any call
     _forwarded: set[asyncio.Task[Any]] = field(default_factory=set)  # forward requests to the endpoint
 
     async def read(self, read: Callable[[Mapping[str, Any]], Ask], body: bytes) -> Ask | Mapping[str, Any]:
@@ -113,8 +123,9 @@ class Session:
         return data if is_forwarded else read(data)
 
     def _check_body(self, body: bytes) -> None:
-        if len(body) > self.limits.max_body_bytes:
-            raise RefusedError("too_large", f"the body has more than {self.limits.max_body_bytes:,} bytes")
+        limit = self.limits.max_body_bytes + (PICTURES_BODY_BYTES if self.formats.pictures is not None else 0)
+        if len(body) > limit:
+            raise RefusedError("too_large", f"the body has more than {limit:,} bytes")
         if sum(map(body.count, (b"[", b"{", b","))) > self.limits.max_body_values:
             raise RefusedError("too_large", f"the body has more than {self.limits.max_body_values:,} JSON values")
 
@@ -216,7 +227,7 @@ class Session:
         self._check(ask, messages)
         wanted = await self._wanted(ask, messages)
         num_prompt_tokens = len(wanted.prompt_ids)
-        num_cached = num_prompt_tokens - self.tree.num_new(wanted.after, wanted.read_ids)
+        num_cached = num_prompt_tokens - self.tree.num_new(wanted.after, wanted.read_keys)
         if ask.is_freed:
             self.counts["structured_dropped"] += 1
         if ask.form is not None:
@@ -316,14 +327,23 @@ class Session:
 
     async def _wanted(self, ask: Ask, messages: Sequence[Said]) -> Wanted:
         num_chars = self._check_size(messages)
+        pictures = checked_pictures(messages, self._shown)
         chat_format = await self._format(ask)
         found = self._conversations.find(chat_format.key, messages)
         sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
         note_results(self.tree, found, messages)
         self._note_drift(chat_format.key, messages, found)
-        read_ids = await self._beside(num_chars, lambda: new_prompt_ids(chat_format, found, messages, sampled_ids))
-        prompt_ids = self.tree.context(found.after) + read_ids
-        return Wanted(format=chat_format, after=found.after, read_ids=read_ids, prompt_ids=prompt_ids)
+        ids = await self._beside(num_chars, lambda: new_prompt_ids(chat_format, found, messages, sampled_ids))
+        ids, media = await placed_pictures(self.formats.pictures, ids, found, messages, self._thread)
+        before = self.tree.context(found.after)
+        return Wanted(
+            format=chat_format,
+            after=found.after,
+            read_keys=self.tree.keys(ids, media),
+            prompt_ids=before + ids,
+            media=(*self.tree.media(found.after), *moved(media, len(before))),
+            pictures=pictures,
+        )
 
     def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
         if found.after >= 0:
@@ -379,6 +399,8 @@ class Session:
             stop=(*self.sampling.stop, *ask.stop),
             structured_outputs=ask.form.structured if ask.form is not None else {},
             wants_allowed=True,
+            media=wanted.media,
+            pictures=wanted.pictures,
         )
         choices, splitters = list[Choice](), list[Splitter]()
         prompt_end = wanted.format.chat.end_of(wanted.prompt_ids)
@@ -401,7 +423,7 @@ class Session:
         return tuple(choices)
 
     def _left(self, wanted: Wanted) -> int:
-        num_new = self.tree.num_new(wanted.after, wanted.read_ids)
+        num_new = self.tree.num_new(wanted.after, wanted.read_keys)
         left = self.limits.max_tokens - self.tree.size - num_new
         if left < 1:
             raise RefusedError(
@@ -454,7 +476,7 @@ class Session:
         text = wanted.format.chat.turn_text(completion.token_ids.tolist())
         said = spoken(text, wanted.format.chat.end_of(wanted.prompt_ids))
         prompt_end, end = self.tree.add_turn(
-            wanted.after, wanted.read_ids, completion, text=said, started_at_s=started_at_s
+            wanted.after, wanted.read_keys, completion, text=said, started_at_s=started_at_s
         )
         number = len(self.tree.turns) - 1
         return SampledTurn(number=number, prompt_end=prompt_end, end=end, completion=completion, text=text)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rayapp.core.errors import InputError
 from rayapp.core.syntax import spoken
-from rayapp.core.types import CallRecord, Completion, RequestId
+from rayapp.core.types import CallRecord, Completion, Media, RequestId
 from rayapp.rollout.agent.calls import read_turn
 from rayapp.rollout.agent.text import readable
-from rayapp.rollout.gateway.conversation import Ask, Choice, Found, Said, ToolCall
+from rayapp.rollout.gateway.conversation import Ask, Choice, Found, RefusedError, Said, ToolCall, pictures_of
 from rayapp.rollout.gateway.formats import Format, continued, rendered
-from rayapp.rollout.recorder import Recorder
+from rayapp.rollout.gateway.limits import MOST_SESSION_BYTES
+from rayapp.rollout.recorder import Keys, Recorder
+from rayapp.storage.media import MOST_PICTURES
+from rayapp.storage.models.pictures import PictureProcessor
+from rayapp.tasks.data.pictures import placed
 from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
 
 MAX_RECORDED_CHARS = 16_384  # of a tool's result, in the record of a call; the policy reads all of it
@@ -24,8 +30,10 @@ MAX_RECORDED_CHARS = 16_384  # of a tool's result, in the record of a call; the 
 class Wanted:
     format: Format
     after: int  # recorded token before the new part of the prompt; -1 if all is new
-    read_ids: list[int]  # the new part
+    read_keys: Keys  # the new part, with its pictures
     prompt_ids: list[int]  # the whole prompt
+    media: Media  # pictures of the whole prompt
+    pictures: Mapping[str, bytes]  # SHA-256 -> encoded bytes of these pictures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +143,34 @@ def note_results(tree: Recorder, found: Found, messages: Sequence[Said]) -> None
 def new_prompt_ids(
     chat_format: Format, found: Found, messages: Sequence[Said], sampled_ids: Sequence[int]
 ) -> list[int]:
-    """Return the token ids of the prompt after the recorded token `found.after`."""
+    """Return the token ids of the prompt after the recorded token `found.after`, with a placeholder for a picture."""
     if found.after < 0:
         return rendered(chat_format.chat, messages)
     if found.turn is None:
         return []
     reply, rest = messages[found.num_messages - 1], messages[found.num_messages :]
     return continued(chat_format.chat, sampled_ids, reply, rest)
+
+
+def checked_pictures(messages: Sequence[Said], known: dict[str, int]) -> dict[str, bytes]:
+    """Return the bytes of a call's pictures by SHA-256, and add their sizes to the session's `known` ones.
+    RefusedError: they are too many, or too large together."""
+    shown = pictures_of(messages)
+    known |= {sha256: len(encoded) for sha256, encoded in shown}
+    if len(shown) > MOST_PICTURES or sum(known.values()) > MOST_SESSION_BYTES:
+        limits = f"{MOST_PICTURES} pictures in a call, and {MOST_SESSION_BYTES:,} bytes of pictures in a session"
+        raise RefusedError("invalid", f"the call has {len(shown)} pictures: at most {limits} are allowed")
+    return dict(shown)
+
+
+async def placed_pictures(
+    processor: PictureProcessor | None, ids: list[int], found: Found, messages: Sequence[Said], lock: asyncio.Semaphore
+) -> tuple[list[int], Media]:
+    """Return what `new_prompt_ids` returned with the tokens of the pictures, and their places."""
+    if not (new := pictures_of(messages[found.num_messages :])):
+        return ids, ()
+    try:
+        async with lock:
+            return await placed(processor, ids, [sha256 for sha256, _ in new], dict(new))
+    except InputError as error:
+        raise RefusedError("invalid", str(error)) from None

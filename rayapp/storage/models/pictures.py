@@ -16,11 +16,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError
-from rayapp.core.types import Media, Picture
+from rayapp.core.types import Int32Array, Media, Picture
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import opened
+from rayapp.storage.media import MOST_PICTURES, opened
 from rayapp.storage.models.families import refuse_pictures
 
 if TYPE_CHECKING:
@@ -30,24 +32,19 @@ _TEXT_NAMES = {"input_ids", "attention_mask", "mm_token_type_ids", "rows", "cols
 
 
 class PictureProcessor:
-    """The tokens and tensors of pictures for one model.
-
-    Args:
-        processor: transformers' processor of the model.
-    """
+    """The tokens and tensors of pictures, by transformers' processor of a model."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        self.placeholder: str = processor.image_token
-        """Text that the chat template writes for a picture, one special token."""
+        self.placeholder: str = processor.image_token  # that the chat template writes for a picture
         self.token_id: int = processor.image_token_id
-        self.run = lru_cache(maxsize=4096)(self._run)
+        self.run = lru_cache(maxsize=1024)(self._run)
 
-    def _run(self, width: int, height: int) -> tuple[int, ...]:
+    def _run(self, width: int, height: int) -> Int32Array:
         """Return the token ids that stand for a picture of this size: they depend on nothing else."""
         from PIL import Image
 
-        return tuple(self._processed(Image.new("RGB", (width, height)))["input_ids"][0].tolist())
+        return np.array(self._processed(Image.new("RGB", (width, height)))["input_ids"][0], np.int32)
 
     def inputs(self, encoded: bytes) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for one picture, under their names in transformers' model."""
@@ -62,11 +59,10 @@ class PictureProcessor:
     def expand(
         self, ids: Sequence[int], pictures: Sequence[bytes], sizes: Sequence[tuple[int, int]]
     ) -> tuple[list[int], Media]:
-        """Return the ids with each placeholder replaced by the run of its picture, and the pictures' places.
-
-        Raises:
-            InputError: the number of placeholders differs from the number of pictures.
-        """
+        """Return the ids with each placeholder replaced by the run of its picture, and the pictures' places. InputError:
+        the number of placeholders differs from the number of pictures, or is above MOST_PICTURES."""
+        if len(pictures) > MOST_PICTURES:
+            raise InputError(f"the prompt has {len(pictures)} pictures: at most {MOST_PICTURES} are allowed")
         if (num_places := list(ids).count(self.token_id)) != len(pictures):
             raise InputError(
                 f"the prompt has {num_places} placeholders {self.placeholder}, but {len(pictures)} pictures"
@@ -78,7 +74,7 @@ class PictureProcessor:
                 continue
             encoded, size = next(shown)
             start = len(expanded)
-            expanded += self.run(*size)
+            expanded += self.run(*size).tolist()
             media.append(Picture(sha256=hash_bytes(encoded), start=start, end=len(expanded)))
         return expanded, tuple(media)
 

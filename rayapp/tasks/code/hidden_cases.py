@@ -7,7 +7,7 @@ the sandbox.
 | decimals | LiveCodeBench | white space at the end of the output and of lines, and between numbers, doesn't count | exactly, as decimals: 1.50 is 1.5 | Python's `==`, except that a tuple equals a list |
 
 A line is compared as numbers only if all of its words are numbers; any other line must be the same text.
-docs/datasets.md lists where these rules differ from the data sets' own graders, and why.
+tests/unit/tasks/test_graders.py lists where these rules differ from the data sets' own graders.
 
 Tests are made by `formats.py` from a data row, and run by `scoring.py`. Only programs, standard input and arguments
 enter a sandbox; expected values stay outside. Only an `InsideTest` takes its expected values into the sandbox; its

@@ -9,25 +9,29 @@ is decoded once in a text process, which has limits of time and memory, so a hos
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import re
-import urllib.request
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.core.errors import InputError, one_line
+from rayapp.config.config import Config
+from rayapp.core.errors import InputError
+from rayapp.core.names import load_extra
 from rayapp.core.types import Media
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, keep, size_of
-from rayapp.storage.models.pictures import PictureProcessor
+from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, keep, sizes_of
+from rayapp.storage.models.pictures import PictureProcessor, load_pictures, reads_pictures
 from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextTooCostlyError
 
 COLUMNS = ("images", "image")
 MARK = "<image>"
 _DECODE_CPU_S = 10.0
-_FETCH_S = 30.0
+_MOST_SIZES = 4096
 Message = Mapping[str, Any]
+Size = tuple[int, int]  # width and height
 
 
 def listed(row: Mapping[str, Any]) -> list[Any]:
@@ -44,11 +48,7 @@ def listed(row: Mapping[str, Any]) -> list[Any]:
 
 def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message, ...]:
     """Return messages in which each picture is a part: each `<image>` of a text becomes one. Without any mark or part,
-    the pictures come first in the first user's message, as in TRL.
-
-    Raises:
-        InputError: the messages have another number of pictures.
-    """
+    the pictures come first in the first user's message, as in TRL. InputError: their number differs."""
     if not num_pictures and not any(isinstance(each.get("content"), list) for each in messages):
         return tuple(messages)
     parted = [{**each, "content": _parts(each["content"], marks=num_pictures > 0)} for each in messages]
@@ -101,51 +101,73 @@ def _parts(content: Any, *, marks: bool) -> list[dict[str, Any]]:
     return found
 
 
+_decoding = TextProcess(cpu_limit_s=_DECODE_CPU_S)
+atexit.register(_decoding.close)
+_sizes: dict[str, Size] = {}  # of the pictures that were decoded last, by SHA-256
+
+
+async def decoded_sizes(pictures: Mapping[str, bytes]) -> dict[str, Size]:
+    """Return the sizes of pictures by SHA-256. New ones are decoded in a text process, within one limit of time.
+    InputError: one is damaged or too large, or decoding takes too long."""
+    found = {sha256: _sizes[sha256] for sha256 in pictures if sha256 in _sizes}
+    new = {sha256: encoded for sha256, encoded in pictures.items() if sha256 not in found}
+    try:
+        sizes = await _decoding.call(sizes_of, list(new.values())) if new else []
+    except (TextTooCostlyError, TextReadingFailedError) as error:
+        raise InputError(f"a picture can't be decoded: {error}") from None
+    found |= {sha256: (width, height) for sha256, (width, height) in zip(new, sizes, strict=True)}
+    _sizes.update(found)
+    while len(_sizes) > _MOST_SIZES:
+        del _sizes[next(iter(_sizes))]
+    return found
+
+
+async def placed(
+    processor: PictureProcessor | None, ids: list[int], shown: Sequence[str], pictures: Mapping[str, bytes]
+) -> tuple[list[int], Media]:
+    """Return the ids with the tokens of the pictures named by `shown` in the places of their placeholders, and these
+    places. InputError: a picture can't be used, or the chat template wrote another number of placeholders."""
+    if not shown:
+        return ids, ()
+    if processor is None:
+        raise InputError("the messages have pictures, but the policy reads only text")
+    encoded = [pictures[sha256] for sha256 in shown]
+    sizes = await decoded_sizes(dict(zip(shown, encoded, strict=True)))
+    # In a thread: the processor takes milliseconds for the first picture of a size.
+    return await asyncio.to_thread(processor.expand, ids, encoded, [sizes[sha256] for sha256 in shown])
+
+
 @dataclass(frozen=True, slots=True)
 class Pictured:
     """Messages of a row with its pictures."""
 
     messages: tuple[Message, ...]
     encoded: tuple[bytes, ...] = ()
-    sizes: tuple[tuple[int, int], ...] = ()
+    sizes: tuple[Size, ...] = ()
 
 
 @dataclass(slots=True)
 class PictureFiles:
     """Reads pictures, and decodes each once to find out its size."""
 
-    cache: Path
-    """Folder for fetched pictures."""
-    fetches: bool = False
-    """True fetches https:// addresses."""
-    _child: TextProcess = field(default_factory=lambda: TextProcess(cpu_limit_s=_DECODE_CPU_S))
+    cache: Path  # folder for fetched pictures
+    fetches: bool = False  # https:// addresses
 
-    def read(self, picture: Any, folder: Path, index: int = 0) -> tuple[bytes, tuple[int, int]]:
-        """Return the encoded bytes, and width and height.
-
-        Args:
-            picture: bytes, a path, or a mapping with one of them.
-            folder: folder of relative paths.
-            index: number of the picture in its row, for messages.
-        Raises:
-            InputError: the picture can't be read, is damaged or too large.
-        """
+    def read(self, picture: Any, folder: Path, index: int = 0) -> tuple[bytes, Size]:
+        """Return the encoded bytes and the size of a picture: bytes, a path relative to `folder`, or a mapping with one
+        of them. `index` counts in the row, for messages. InputError: it can't be read, is damaged or too large."""
         stored = as_stored(picture)
         data = stored["bytes"]
         encoded = check_bytes(data) if data is not None else self._from(stored["path"], folder)
         try:
-            width, height = self._child.run(size_of, encoded)
+            [(width, height)] = _decoding.run(sizes_of, [encoded])
         except (TextTooCostlyError, TextReadingFailedError) as error:
             raise InputError(f"picture {index} can't be decoded: {error}") from None
         return encoded, (width, height)
 
     def embedded(self, row: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Return a row in verl's schema with the bytes of its pictures in place of paths. Addresses are kept, unless
-        this object fetches them.
-
-        Raises:
-            InputError: a picture can't be read.
-        """
+        this object fetches them. InputError: a picture can't be read."""
         if not row.get("images"):
             return row
         kept = [_is_address(each["path"] or "") and not self.fetches for each in row["images"]]
@@ -154,9 +176,6 @@ class PictureFiles:
             for i, (each, is_kept) in enumerate(zip(row["images"], kept, strict=True))
         ]
         return row | {"images": pictures}
-
-    def close(self) -> None:
-        self._child.close()
 
     def _from(self, name: str, folder: Path) -> bytes:
         if name.startswith("data:"):
@@ -179,17 +198,20 @@ class PictureFiles:
             )
         path = self.cache / "pictures" / hash_bytes(url.encode())
         if not path.exists():
-            try:
-                with urllib.request.urlopen(url, timeout=_FETCH_S) as answer:
-                    encoded = check_bytes(answer.read(MAX_BYTES + 1))
-            except OSError as error:
-                raise InputError(f"picture {url!r:.80} can't be fetched: {one_line(error)}") from None
-            keep(path, encoded)
+            keep(path, load_extra("pictures.fetching:fetched")(url))
         return path.read_bytes()
 
 
 def _is_address(name: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None and not name.startswith("file://")
+
+
+def picture_rows(config: Config) -> PictureRows | None:
+    """Return the reader of pictures for the config's model, which is local; None if it reads only text."""
+    if not reads_pictures(config.model):
+        return None
+    files = PictureFiles(config.data.cache_dir, fetches=config.data.image_urls)
+    return PictureRows(load_pictures(config.model), files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +222,8 @@ class PictureRows:
     files: PictureFiles
 
     def read(self, messages: Sequence[Message], row: Mapping[str, Any], folder: Path, where: str) -> Pictured:
-        """Return the messages with parts, and the row's pictures.
-
-        Args:
-            folder: folder of the data file, for relative paths.
-        Raises:
-            InputError: a picture can't be used, or the number of places differs.
-        """
+        """Return the messages with parts, and the row's pictures; paths are relative to `folder`. InputError: a picture
+        can't be used, or the number of places differs."""
         try:
             pictures = listed(row)
             parts = with_parts(messages, len(pictures))
@@ -216,11 +233,8 @@ class PictureRows:
         return Pictured(parts, tuple(encoded for encoded, _ in found), tuple(size for _, size in found))
 
     def place(self, ids: Sequence[int], row: Pictured, where: str) -> tuple[list[int], Media]:
-        """Return the prompt's ids with the tokens of its pictures, and their places.
-
-        Raises:
-            InputError: the chat template wrote another number of placeholders.
-        """
+        """Return the prompt's ids with the tokens of its pictures, and their places. InputError: the chat template
+        wrote another number of placeholders."""
         try:
             return self.processor.expand(ids, row.encoded, row.sizes)
         except InputError as error:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, SandboxConfig
 from rayapp.core.protocols import Sandbox
@@ -24,7 +25,6 @@ from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.pool.build import PoolHere, build_pool
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
-from support.faults.outcome import Outcome
 from support.faults.programs import Program, draw_program, square_prompt, square_task
 from support.stubs import daytona_stub, e2b_stub, mcp_stub
 from support.stubs.boxes import Boxes
@@ -58,6 +58,25 @@ class FaultRun:
     hang_s: float = 600.0
     """Seconds that a hanging service keeps the connection: longer than any deadline of ours."""
     seed: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Counts of one fault run."""
+
+    executions: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    invalid: Counter[str] = field(default_factory=Counter)
+    retried: int = 0
+    hung: int = 0
+    leaked: dict[str, int] = field(default_factory=dict)
+    leases_left: float = 0.0
+    reclaimed: float = 0.0
+    strays_ended: float = 0.0
+    reported_left: int = 0
+    """Number of sandboxes that pools reported as impossible to end."""
+    injected: dict[str, int] = field(default_factory=dict)
 
 
 class _Services:

@@ -19,6 +19,8 @@ from support.stubs.kernel import Kernel
 from support.stubs.server import Handler, StubServer
 
 API_KEY = "dtn_0000000000000000000000000000000000000000"
+SNAPSHOT = "small"
+"""The only one that exists, besides the default."""
 _CONTROL = ("drop", "lost", "429", "500", "502", "503", "hang", "garbage", "slow")
 _DATA = ("drop", "502", "hang", "garbage", "die", "slow")
 _TIMEOUT_CLOSE = 4008
@@ -29,17 +31,14 @@ class DaytonaStub(StubServer):
 
     Args:
         max_alive: quota; 0 is none.
-        snapshots: names that exist, besides the default.
     """
 
-    def __init__(
-        self, *, max_alive: int = 0, snapshots: tuple[str, ...] = ("small",), faults: Faults | None = None
-    ) -> None:
+    def __init__(self, *, max_alive: int = 0, faults: Faults | None = None) -> None:
         super().__init__(faults)
         self.max_alive = max_alive
         self.bodies: list[dict[str, Any]] = []
         """Body of every request that creates a sandbox."""
-        self._snapshots = snapshots
+
         self._kernels: dict[str, Kernel] = {}
         for method, path, call, handler in (
             ("POST", "/api/sandbox", "create", self._create),
@@ -115,7 +114,7 @@ class DaytonaStub(StubServer):
         body = await request.json()
         self.bodies.append(body)
         snapshot = body.get("snapshot")
-        if snapshot and snapshot not in self._snapshots:
+        if snapshot and snapshot != SNAPSHOT:
             return self.fail(request, 404, f"Snapshot {snapshot} not found")
         if self.max_alive and len(self.boxes.living) >= self.max_alive:
             return self.fail(request, 403, f"Sandbox quota exceeded: maximum allowed is {self.max_alive}")

@@ -30,7 +30,6 @@ class E2BStub(StubServer):
 
     Args:
         max_alive: quota; 0 is none.
-        templates: names that exist; a build adds one.
         no_images: names of images from which no template can be built.
         page: sandboxes per page of a listing.
     """
@@ -40,7 +39,6 @@ class E2BStub(StubServer):
         *,
         dialect: Literal["e2b", "kruise"] = "e2b",
         max_alive: int = 0,
-        templates: tuple[str, ...] = ("code-interpreter-v1", "code-interpreter", "base"),
         no_images: tuple[str, ...] = (),
         page: int = 100,
         faults: Faults | None = None,
@@ -50,7 +48,7 @@ class E2BStub(StubServer):
         self.bodies: list[dict[str, Any]] = []
         """Body of every request that creates a sandbox."""
         self._dialect = dialect
-        self._templates = list(templates)
+        self._templates = ["code-interpreter-v1", "code-interpreter", "base"]
         self._no_images = no_images
         self.builds: dict[str, dict[str, Any]] = {}
         """Name of a template that a client built -> body of the request that started the build."""

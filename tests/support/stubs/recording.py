@@ -17,8 +17,6 @@ class Exchange:
     method: str
     path: str
     """Without what the stub puts before the service's own paths."""
-    full_path: str
-    query: dict[str, str]
     asked: Any
     status: int
     answer: Any
@@ -36,8 +34,7 @@ def record(stub: StubServer, prefix: str) -> list[Exchange]:
         body = answer.body if isinstance(answer, web.Response) else None
         is_told = isinstance(body, bytes) and body and answer.content_type == "application/json"
         exchange = Exchange(
-            method=request.method, path=re.sub(prefix, "", request.path), full_path=request.path,
-            query=dict(request.query), asked=asked, status=answer.status,
+            method=request.method, path=re.sub(prefix, "", request.path), asked=asked, status=answer.status,
             answer=json.loads(body) if is_told and isinstance(body, bytes) else None,
         )  # fmt: skip
         seen.append(exchange)

@@ -1,4 +1,4 @@
-"""A registry on loopback that serves a folder in OCI's layout, with faults and a login as real ones have them."""
+"""A registry on loopback that serves a folder in OCI's layout, with a login as real ones have it."""
 
 from __future__ import annotations
 
@@ -14,24 +14,20 @@ from typing import Any
 
 
 class RegistryStub:
-    """Answers for any repository and tag; `cuts` is how often a blob's answer breaks off in its middle."""
+    """Answers for any repository and tag."""
 
-    def __init__(self, folder: Path, *, login: str = "", cuts: int = 0, wait: threading.Event | None = None) -> None:
+    def __init__(self, folder: Path, *, login: str = "", wait: threading.Event | None = None) -> None:
         self.folder = folder
         self.login = login
         """`name:password`; empty: everybody may read."""
-        self.cuts = cuts
         self.wait = wait
         """Blobs are sent once it is set."""
-        self.port = 0
-        """Port to listen on; 0: any free one."""
         self.asked: Counter[str] = Counter()
-        self.sent_bytes = 0
 
     @contextmanager
     def running(self) -> Iterator[str]:
         """Serve, and yield the host and port."""
-        server = ThreadingHTTPServer(("127.0.0.1", self.port), type("Handler", (_Handler,), {"stub": self}))
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"stub": self}))
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -70,24 +66,17 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             return self._say(404, b"{}")
         data = path.read_bytes()
-        begun = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
         if self.stub.wait is not None and is_layer and len(data) > 10_000:
             self.stub.wait.wait(120)
-        if is_layer and self.stub.cuts and len(data) > 10_000:
-            self.stub.cuts -= 1
-            return self._say(206 if begun else 200, data[begun:], most=(len(data) - begun) // 2)
         kind = "application/octet-stream" if is_layer else "application/vnd.oci.image.manifest.v1+json"
-        return self._say(206 if begun else 200, data[begun:], {"Content-Type": kind})
+        return self._say(200, data, {"Content-Type": kind})
 
-    def _say(self, status: int, data: bytes, headers: dict[str, str] | None = None, *, most: int | None = None) -> None:
+    def _say(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
         for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data[:most])
-        self.stub.sent_bytes += len(data[:most])
-        if most is not None:
-            self.close_connection = True
+        self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from actors.handles import LearnerHandle
 from actors.learner_group import LearnerGroup
 from rayapp.config.config import Config
 from rayapp.core.errors import CheckpointError, LearnersLostError, RayappError, WeightSyncError
+from rayapp.core.types import Picture
 from support import make
 
 
@@ -121,12 +123,15 @@ async def test_whoever_needs_the_learners_gpus_waits_for_the_end_of_a_step_howev
 
 async def test_ranks_that_share_micro_batches_get_the_same_trajectories() -> None:
     class Learning(Rank):
-        async def supervised_step(self, step: int, rows: Any) -> dict[str, float]:
+        async def supervised_step(self, step: int, rows: Any, pictures: Any) -> dict[str, float]:
             self.rows = [row.num_tokens for row in rows]
+            assert len(pictures) == sum(len(row.media) for row in rows)
             return {}
 
     ranks = [Learning() for _ in range(4)]
     config = Config.model_validate({"learner": {"num_learners": 4, "sequence_parallel": 2}})
     group = LearnerGroup(tuple(cast("LearnerHandle", rank) for rank in ranks), config)
-    await group.supervised_step(1, [make.trajectory([1] * size, 1) for size in (5, 9, 4, 2)])
+    rows = [make.trajectory([1] * size, 1) for size in (5, 9, 4, 2)]
+    rows[0] = replace(rows[0], media=(Picture(sha256="a", start=1, end=3),))
+    await group.supervised_step(1, rows, {"a": b"", "of another step": b""})
     assert [rank.rows for rank in ranks] == [[9, 2], [9, 2], [5, 4], [5, 4]]

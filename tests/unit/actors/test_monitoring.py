@@ -6,7 +6,6 @@ healthy run that must not.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -16,13 +15,13 @@ from typing import Any
 import pytest
 import yaml
 
-from actors.operator_metrics import BY_NAME, METRICS, Sample, of_step, samples
+from actors.operator_metrics import METRICS, Sample, of_step, samples
 from rayapp.driver.group_rules import FailureBudget
 from rayapp.engine.vllm_output import EngineLoad
 from rayapp.runs.tracking.metrics import summarize_step
 from rayapp.sandbox.pool.pool import PoolStats
 from scripts.monitoring.alerts import ALERTS, rule_file
-from scripts.monitoring.dashboard import ROWS, dashboard, queries
+from scripts.monitoring.dashboard import ROWS, queries
 from scripts.monitoring.write import CONFIGS, files
 from support import make
 
@@ -54,16 +53,6 @@ def reported(scalars: dict[str, float]) -> dict[tuple[str, str], float]:
     return {key(sample): sample.value for sample in samples(scalars, now=1000.0)}
 
 
-def test_names_are_what_prometheus_takes_and_say_their_unit() -> None:
-    assert len(BY_NAME) == len(METRICS)
-    for metric in METRICS:
-        assert re.fullmatch(r"rl_[a-z0-9_]+", metric.name)
-        assert (metric.kind == "counter") == metric.name.endswith("_total"), metric.name
-        assert (metric.unit in ("s", "time")) == metric.name.endswith("_seconds"), metric.name
-        assert set(re.findall(r"\{(\w+)\}", metric.source)) == set(metric.labels) or metric.kind == "histogram"
-        assert metric.help
-
-
 def test_a_step_is_reported_under_the_metrics_names() -> None:
     assert reported(of_step(3, STEP)) == {
         ("rl_step", ""): 3.0,
@@ -79,14 +68,8 @@ def test_a_step_is_reported_under_the_metrics_names() -> None:
         ("rl_groups", "ready"): 2.0,
         ("rl_failed_share", "sandbox_gone"): 0.1,
     }
-
-
-def test_idle_share_stays_between_none_and_all() -> None:
     # Generation overlaps training in an asynchronous run and may last longer than the step.
-    metrics = of_step(1, {"timing_s/step": 2.0, "timing_s/generate": 5.0})
-
-    assert metrics["idle/servers"] == 0.0
-    assert "idle/learners" not in metrics
+    assert of_step(1, {"timing_s/step": 2.0, "timing_s/generate": 5.0})["idle/servers"] == 0.0
 
 
 def test_providers_and_causes_become_labels() -> None:
@@ -96,15 +79,6 @@ def test_providers_and_causes_become_labels() -> None:
         ("rl_sandbox_failures_total", "e2b,quota"): 4.0,
         ("rl_sandbox_created_total", "e2b"): 7.0,
         ("rl_sandbox_wait_seconds", "p99"): 1.5,
-    }
-
-
-def test_metrics_that_the_parts_report_exist_under_these_names() -> None:
-    # The scalars of the sandbox pool, which reports by itself.
-    stats = PoolStats().scalars(num_leased=1, num_waiting=2)
-
-    assert {"rl_sandbox_leased", "rl_sandbox_waiting", "rl_sandbox_wait_seconds"} == {
-        name for name, _ in reported(stats)
     }
 
 
@@ -128,9 +102,7 @@ def test_engine_load_is_read_off_vllms_statistics() -> None:
         "prefix_hits": 8.0,
         "preempted": 0.0,
     }
-    assert {f"server/vllm-server-0/{name}" for name in load.scalars()} == {
-        name for name in (f"server/vllm-server-0/{key}" for key in load.scalars()) if reported({name: 1.0})
-    }
+    assert all(reported({f"server/vllm-server-0/{name}": 1.0}) for name in load.scalars())
 
 
 def test_written_files_are_those_of_the_definition() -> None:
@@ -153,27 +125,6 @@ def test_every_metric_is_on_the_dashboard() -> None:
     drawn = " ".join(expr for _, panels in ROWS for panel in panels for expr, _, _ in queries(panel))
 
     assert [metric.name for metric in METRICS if metric.exported not in drawn] == []
-
-
-def test_panels_do_not_overlap_and_have_their_own_ids() -> None:
-    panels = dashboard()["panels"]
-    cells = [
-        (x, y)
-        for panel in panels
-        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
-        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
-    ]
-
-    assert len(cells) == len(set(cells))
-    assert max(x for x, _ in cells) == 23
-    assert len({panel["id"] for panel in panels}) == len(panels)
-
-
-def test_dashboard_is_json_without_unfilled_places() -> None:
-    text = json.dumps(dashboard())
-
-    assert "#" not in text
-    assert json.loads(text)["uid"] == "rayapp"
 
 
 def test_every_query_of_the_dashboard_parses(promtool: str, tmp_path: Path) -> None:
@@ -265,15 +216,6 @@ def test_alert_fires_on_its_fault_and_not_on_a_healthy_run(alert: Any, promtool:
     assert f'alertname="{alert.name}"' in complaint.partition("got:")[2]
     assert 'run="x"' in complaint
     assert fired(promtool, tmp_path, HEALTHY, None, alert.name) == ""
-
-
-def test_every_alert_has_a_fault_a_severity_and_a_runbook() -> None:
-    assert {alert.name for alert in ALERTS} == set(FAULTS)
-    for alert in ALERTS:
-        assert alert.runbook
-        assert "{{ $labels.run }}" in alert.summary
-    rules = rule_file()["groups"][0]["rules"]
-    assert all(rule["annotations"]["runbook"].startswith("1. ") for rule in rules)
 
 
 def test_alerts_name_only_metrics_that_a_run_reports() -> None:

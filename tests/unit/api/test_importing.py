@@ -35,8 +35,3 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
     found = getattr(rayapp, name)
 
     assert name == "__version__" or found.__doc__
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="'rayapp' has no attribute 'trian'"):
-        rayapp.trian  # noqa: B018

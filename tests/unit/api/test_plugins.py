@@ -10,18 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import rayapp
 from rayapp.cli.machine import _plugins
-from rayapp.config.algorithm import AlgorithmSection
 from rayapp.config.config import Config
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core import names as mechanism
 from rayapp.core.errors import ConfigError
 from rayapp.core.names import is_plugin, load_plugin
-from rayapp.learner.algo.advantages import AdvantageInputs, compute_advantages
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.trackers import make_trackers
 from rayapp.sandbox.providers import remote_providers
@@ -73,17 +70,6 @@ def test_a_providers_options_reach_it() -> None:
         rayapp.UserError, match=r"plug-in 'yours': no installed package offers it .* rayapp\.sandbox_providers"
     ):
         remote_providers(SandboxConfig(providers=(section | {"name": "yours"},)))
-
-
-def test_an_estimator_gives_the_advantages() -> None:
-    inputs = AdvantageInputs(
-        rewards=np.array([1.0, 0.5], np.float32), num_response_tokens=np.array([2, 1]), group_index=np.array([0, 0]),
-        reward_terms={},
-    )  # fmt: skip
-
-    found = compute_advantages(inputs, AlgorithmSection(adv_estimator="plain"))
-
-    assert found.tolist() == [[1.0, 1.0], [0.5, 0.0]]
 
 
 def test_a_tracker_of_a_plug_in_gets_every_step(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -62,18 +61,6 @@ def test_every_command_says_something_on_a_terminal_before_it_imports_anything(
     assert capsys.readouterr().err.startswith(f"rayapp {command.split(maxsplit=1)[0]} …\n")
 
 
-@pytest.mark.parametrize(
-    ("command", "example"),
-    [
-        *((name, f"rayapp {name} ") for name in ("train", "eval", "score", "doctor")),
-        ("sft", "warmup.files='[chats.jsonl]'"),
-    ],
-)
-def test_help_of_a_command_shows_an_example(command: str, example: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([command, "--help"]) == 0
-    assert example in capsys.readouterr().out.split("Example", 1)[1]
-
-
 def test_help_imports_no_command_and_no_library_but_that_of_the_command_line() -> None:
     program = "import sys, rayapp.cli.main as c; c.run(['--help']); print(*sys.modules, file=sys.stderr)"
 
@@ -92,14 +79,6 @@ def test_help_of_the_program_has_the_first_sentence_of_each_command(name: str) -
     described = " ".join((load_command(name).help or "").split())
 
     assert described.startswith(COMMANDS[name][1])
-
-
-def test_config_show_prints_yaml_that_loads(capsys: pytest.CaptureFixture[str]) -> None:
-    import yaml
-
-    assert run(["config", "show", str(ROOT / "configs" / "coding_cpu.yaml"), "rollout.group_size=4"]) == 0
-
-    assert yaml.safe_load(capsys.readouterr().out)["rollout"]["group_size"] == 4
 
 
 @pytest.fixture
@@ -137,14 +116,6 @@ def test_errors_become_exit_codes_and_one_line(
     assert said.count("\n") == bool(text)
 
 
-def test_a_shell_completes_commands() -> None:
-    # As the script that `rayapp --install-completion` installs asks for them.
-    typed = {"COMP_WORDS": "rayapp config ", "COMP_CWORD": "2", "_RAYAPP_COMPLETE": "complete_bash"}
-    words = subprocess.check_output([sys.executable, "-m", "rayapp"], env=os.environ | typed, text=True, timeout=240)
-
-    assert {"show", "import-verl"} <= set(words.split())
-
-
 def test_ctrl_c_while_the_program_is_loaded_leaves_no_traceback() -> None:
     program = "import sys, types\nimport rayapp.__main__ as m\n"
     program += "class Interrupted:\n    def find_spec(self, name, *_):\n"
@@ -161,25 +132,6 @@ def test_unexpected_error_keeps_its_traceback(failing_command: list[BaseExceptio
 
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run(["fail"])
-
-
-def test_interrupted_program_exits_with_130() -> None:
-    program = (
-        "import signal, sys, rayapp.cli.main as c\n"
-        "@c.app.command()\n"
-        "def wait():\n"
-        "    print('ready', flush=True)\n"
-        "    signal.pause()\n"
-        "sys.exit(c.run(['wait']))\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-
-    assert process.wait(timeout=30) == 130
-    process.stdout.close()
 
 
 def test_a_locale_of_another_encoding_changes_nothing() -> None:

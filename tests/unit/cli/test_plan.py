@@ -101,22 +101,3 @@ def test_the_table_of_shapes_is_that_of_the_models(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(architecture))
         shape = model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
         assert shape.num_parameters / 1e9 == pytest.approx(billions, abs=0.001)
-
-
-def test_the_plan_names_the_cost_of_a_run_and_a_cap_that_it_exceeds(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "configs/coding_8gpu.yaml", "--gpu", "h100", "--model-config", SMALL, "train.num_steps=100000"]
-    assert run([*command, "budget.gpu_hour=2.5", "budget.node_hour=1", "budget.cap=10"]) == 0
-    printed = capsys.readouterr().out
-    assert " h on 8 GPUs in 1 node(s), " in printed
-    assert " at 21.00 an hour" in printed
-    assert "more than budget.cap (10): the run would end after about 0.5 h" in printed
-    assert run(command) == 0
-    assert "an hour" not in capsys.readouterr().out
-
-
-def test_the_plan_names_profiled_steps_and_those_that_the_run_never_reaches(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "configs/coding_8gpu.yaml", "--gpu", "h100", "--model-config", SMALL, "train.num_steps=10"]
-    assert run([*command, "train.profile_steps=[3,5]"]) == 0
-    assert "train.profile_steps is [3, 5]: these steps take longer" in capsys.readouterr().out
-    assert run([*command, "train.profile_steps=[3,50]"]) == 0
-    assert "but the run ends at step 10: 50 is never profiled" in capsys.readouterr().out

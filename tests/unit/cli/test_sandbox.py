@@ -25,14 +25,6 @@ def write(folder: Path, code: str) -> str:
     return str(file)
 
 
-def test_a_file_runs_with_its_input_and_output(tmp_path: Path) -> None:
-    file = write(tmp_path, "import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)")
-    done = invoke("run", file, "--stdin", stdin="abc")
-    assert done.exit_code == 0
-    assert done.stdout == "cba\n"
-    assert done.stderr == "e\n"
-
-
 @pytest.mark.parametrize(
     ("code", "statuses"),
     [
@@ -45,12 +37,6 @@ def test_a_file_runs_with_its_input_and_output(tmp_path: Path) -> None:
 )
 def test_the_exit_status_is_that_of_the_code(tmp_path: Path, code: str, statuses: set[int]) -> None:
     assert invoke("run", write(tmp_path, code)).exit_code in statuses
-
-
-def test_code_that_is_stopped_says_why(tmp_path: Path) -> None:
-    done = invoke("run", write(tmp_path, "while True: pass"), "--timeout-s", "0.3")
-    assert done.exit_code == 124
-    assert "stopped for timeout" in done.stderr
 
 
 def test_a_terminal_shows_control_characters_and_does_not_obey_them(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def living(stub: E2BStub, sandboxes: dict[str, str]) -> set[str]:
     return {name for name, sandbox_id in sandboxes.items() if stub.boxes.get(sandbox_id) is not None}
 
 
-def test_it_ends_the_sandboxes_of_one_run_with_a_line_each(
+def test_it_ends_the_sandboxes_of_one_run_with_a_line_each_and_without_a_run_those_of_every_run(
     stub: E2BStub, config: str, sandboxes: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["sandbox", "reap", "--config", config, "--run", "mine"]) == 0
@@ -54,14 +54,10 @@ def test_it_ends_the_sandboxes_of_one_run_with_a_line_each(
     assert living(stub, sandboxes) == {"other run", "not ours"}
     lines = capsys.readouterr().out.splitlines()
     assert sorted(lines) == sorted(f"e2b {sandboxes[name]} ended" for name in ("first", "second"))
-
-
-def test_without_a_run_it_ends_those_of_every_run_and_nobody_elses(
-    stub: E2BStub, config: str, sandboxes: dict[str, str]
-) -> None:
     assert run(["sandbox", "reap", "--config", config, "--yes"]) == 0
-
     assert living(stub, sandboxes) == {"not ours"}
+    assert run(["sandbox", "reap", "--config", config, "--run", "mine"]) == 0
+    assert "no sandbox to end at e2b" in capsys.readouterr().err
 
 
 def test_a_dry_run_ends_nothing_and_says_what_it_would(
@@ -71,14 +67,6 @@ def test_a_dry_run_ends_nothing_and_says_what_it_would(
 
     assert living(stub, sandboxes) == set(sandboxes)
     assert capsys.readouterr().out == f"e2b {sandboxes['other run']} would be ended\n"
-
-
-def test_nothing_to_end_is_said_and_no_failure(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["sandbox", "reap", "--config", config, "--run", "mine"]) == 0
-
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "no sandbox to end at e2b" in said.err
 
 
 def test_a_sandbox_that_cannot_be_ended_is_named_and_exits_with_1(
@@ -102,34 +90,27 @@ def test_a_wrong_key_exits_with_2(
     assert "e2b: can't be listed: " in capsys.readouterr().err
 
 
-def test_without_any_key_the_error_says_which_to_set(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "set E2B_API_KEY or DAYTONA_API_KEY"),
+        (["--provider", "daytona"], "the environment variable DAYTONA_API_KEY is not set"),
+        (["--provider", "local"], "provider 'local' can't list"),
+        (["--provider", "nonsense"], "provider 'nonsense' is unknown"),
+        (["--config", "local.yaml"], "the config has no e2b or daytona provider"),
+    ],
+)
+def test_where_nothing_can_be_listed_it_says_why(
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for variable in ("E2B_API_KEY", "DAYTONA_API_KEY"):
         monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("local.yaml").write_text("sandbox:\n  providers: [{type: local}]\n")
 
-    assert run(["sandbox", "reap"]) == 2
-    assert "set E2B_API_KEY or DAYTONA_API_KEY" in capsys.readouterr().err
-
-    assert run(["sandbox", "reap", "--provider", "daytona"]) == 2
-    assert "the environment variable DAYTONA_API_KEY is not set" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("local", "can't list"), ("mcp", "can't list"), ("nonsense", "is unknown")]
-)
-def test_a_provider_without_a_list_is_refused(kind: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["sandbox", "reap", "--provider", kind]) == 2
-
-    assert f"provider {kind!r} {reason}" in capsys.readouterr().err
-
-
-def test_a_config_with_only_local_sandboxes_has_nothing_to_reap(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("sandbox:\n  providers: [{type: local}]\n")
-
-    assert run(["sandbox", "reap", "--config", str(file)]) == 2
-
-    assert "the config has no e2b or daytona provider" in capsys.readouterr().err
+    assert run(["sandbox", "reap", *words]) == 2
+    assert told in capsys.readouterr().err

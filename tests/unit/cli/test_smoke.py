@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from rayapp.cli.smoke import problems, save_random
 from rayapp.config.config import Config, with_values
 from rayapp.storage.models.check import check_model
+from rayapp.storage.models.pictures import load_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 from support.learners import save_llama
+from support.picture_models import save_picture_model
 
 STEP = {"learner/grad_norm": 1.0, "rollout_probs_diff/mean": 0.001}
 
@@ -50,3 +53,16 @@ def test_a_model_with_random_weights_stands_for_one_that_is_not_here(tmp_path: P
     )
     assert tokenizer.decode(tokenizer.encode("w3 w7")) == "w3 w7"
     assert done == f"random weights of {'its shape' if has_shape else 'a small Llama'}, a tokenizer of words"
+
+
+def test_random_weights_of_a_model_that_reads_pictures_come_with_its_processor(tmp_path: Path) -> None:
+    given, made = save_picture_model(tmp_path / "given", "qwen2_5_vl"), tmp_path / "made"
+    (given / "model.safetensors").unlink()
+    config = Config.model_validate({"model": {"path": str(given)}, "cluster": {"device": "cpu"}})
+
+    assert save_random(config, made) == "random weights of its shape"
+
+    ready = with_values(config, model={"path": str(made)})
+    check_model(ready)
+    assert load_pictures(ready.model).run(56, 56).size == 4
+    assert any("visual" in name for name in load_file(made / "model.safetensors"))

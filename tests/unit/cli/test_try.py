@@ -101,17 +101,7 @@ def test_a_function_that_gives_its_own_ground_truth_nothing_fails(
     assert "row 0: the ground truth 'four' earns 0, not more than an empty answer" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "truth",
-    [
-        "assert f(1) == 2\nassert f(2) == 3",
-        "# tests\n    assert f(1) == 2",
-        '["assert f(1) == 2"]',
-        "",
-        ["a"],
-        {"a": 1},
-    ],
-)
+@pytest.mark.parametrize("truth", ["# tests\n    assert f(1) == 2", '["assert f(1) == 2"]', "", ["a"], {"a": 1}])
 def test_rows_whose_ground_truth_is_no_answer_say_that_no_right_answer_was_tried(
     desk: Path, truth: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,12 +134,6 @@ def test_answers_of_ones_own_are_scored_and_one_without_a_verdict_exits_with_1(
     assert "RuntimeError: no" in found[2]["detail"]
 
 
-def test_a_rule_that_ships_needs_no_data(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["score", "openai/gsm8k", "--ground-truth", "72", "--answer", "#### 72", "--answer", "72"]) == 0
-
-    assert [one["reward"] for one in lines(capsys)] == [1.0, 0.0]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -166,29 +150,20 @@ def test_what_cannot_be_tried_is_one_message(
     assert message in capsys.readouterr().err
 
 
-def test_a_tool_is_shown_as_the_policy_is_told_of_it(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["try", "tool", "counter.py:Counter"]) == 0
-
-    assert [one["function"]["name"] for one in lines(capsys)] == ["count"]
-
-
-def test_calls_of_a_tool_share_a_trajectory_and_end_with_its_verdict(
+def test_a_tool_is_shown_and_its_calls_share_a_trajectory_and_end_with_its_verdict(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls = ["count", '{"by": 1}', "count", '{"by": 1}']
+    assert run(["try", "tool", "counter.py:Counter"]) == 0
+    assert [one["function"]["name"] for one in lines(capsys)] == ["count"]
 
     assert run(["try", "tool", "counter.py:Counter", *calls, "--data", "rows.parquet"]) == 0
     first, second, end = lines(capsys)
 
     assert (first["output"], second["output"], second["reward"]) == ("41", "42", 0.5)
     assert end == {"verdicts": {"count": 42.0}, "answer": None}
-
-
-def test_a_call_that_the_policy_would_have_refused_says_why(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["try", "tool", "counter.py:Counter", "count", '{"by": "x"}']) == 1
     assert lines(capsys)[0]["failure"] == "bad_arguments"
-    assert run(["try", "tool", "counter.py:Counter", "count"]) == 2
-    assert "'count' has no arguments" in capsys.readouterr().err
 
 
 def test_shipped_tools_run_in_a_real_sandbox(capsys: pytest.CaptureFixture[str]) -> None:

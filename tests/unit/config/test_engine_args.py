@@ -19,16 +19,6 @@ def loaded(*overrides: str) -> Config:
     return load_config(None, overrides)
 
 
-def test_an_argument_of_vllm_is_taken_by_its_own_name() -> None:
-    config = loaded(
-        "server.engine_args={attention_backend: FLASH_ATTN, stream_interval: 4, enable_expert_parallel: true, "
-        "speculative_config: {method: suffix, num_speculative_tokens: 8}, compilation_config: {level: 2}}"
-    )
-
-    assert config.server.engine_args["attention_backend"] == "FLASH_ATTN"
-    assert config.server.engine_args["compilation_config"] == {"level": 2}
-
-
 @pytest.mark.parametrize(
     ("argument", "reason"),
     [

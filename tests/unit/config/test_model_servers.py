@@ -107,7 +107,3 @@ def test_a_judge_that_no_source_names_needs_no_server() -> None:
 def test_what_can_not_work_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         config(**changes)
-
-
-def test_only_servers_that_are_asked_are_counted() -> None:
-    assert [each.name for each in asked_servers(config(), by_learners=False)] == ["critic"]

@@ -73,25 +73,13 @@ def test_an_override_reaches_into_the_list(tmp_path: Path) -> None:
         ({"name": "a/b"}, "sources[0].name = 'a/b': must be text, 1 to 63 letters"),
         ({"ratios": 2}, "unknown key sources[0].ratios; did you mean sources.ratio?"),
         ({"agent": {"max_turns": 2}}, "unknown key sources[0].agent.max_turns; did you mean sources.agent.max_assist"),
-        (
-            {"agent": {"name": "x"}},
-            "sources[0].agent.name: 'x' is unknown. Use one of auto, tool_agent",
-        ),
+        ({"agent": {"name": "x"}}, "sources[0].agent.name: 'x' is unknown. Use one of auto, tool_agent"),
         ({"agent": {"tool_file": "x"}}, "sources[0] (code): agent.tool_file is 'x', but single_turn_agent"),
         ({"rollout": {"temperature": 0.5}}, "sources[0].rollout: temperature can't be set for a source: learners"),
-        (
-            {"rollout": {"max_completion_tokens": 999}},
-            "is 999, which is above the run's rollout.max_completion_tokens = 256",
-        ),
-        (
-            {"rollout": {"group_deadline_s": 999}},
-            "rollout.group_deadline_s is 999, which is above the run's",
-        ),
+        ({"rollout": {"max_completion_tokens": 999}}, "above the run's rollout.max_completion_tokens = 256"),
+        ({"rollout": {"group_deadline_s": 999}}, "rollout.group_deadline_s is 999, which is above the run's"),
         ({"tasks": []}, "sources[0] (code) has no tasks"),
-        (
-            {"eval": {"tasks": ["x.parquet"]}},
-            "sources[0] (code): data files (x.parquet) and other tasks (sort_numbers) can't",
-        ),
+        ({"eval": {"tasks": ["x.parquet"]}}, "data files (x.parquet) and other tasks (sort_numbers) can't"),
     ],
 )
 def test_what_a_source_cannot_be_is_told_with_its_place(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -131,10 +119,7 @@ def test_a_run_on_tasks_cannot_evaluate_data_files() -> None:
     ("override", "said"),
     [
         ("data.train_files=[a.parquet]", "data.train_files is now called tasks"),
-        ("data.eval_files=[]", "data.eval_files is now called eval.tasks"),
-        ("data.max_eval_rows=3", "data.max_eval_rows is now called eval.max_problems"),
         ("agent.task_agent=tool_agent", "agent.task_agent is now called agent.name"),
-        ("agent.agent_name=tool_agent", "agent.agent_name is now called agent.name"),
         ("sources[0].data.train_files=[a]", "sources[0].data.train_files is now called sources[0].tasks"),
     ],
 )
@@ -173,25 +158,16 @@ def test_a_run_goes_on_with_other_evaluation_of_its_sources_but_not_with_other_r
         check_same_training(load_config(path, ["sources[0].ratio=1"]), stored)
 
 
-def test_a_run_of_a_version_without_a_key_goes_on_with_that_keys_default(tmp_path: Path) -> None:
-    config = load_config(None)
-    before = config.model_dump(mode="json")
-    del before["sources"], before["algorithm"]["overlong"]
-    (tmp_path / "stored.yaml").write_text(yaml.safe_dump(before))
-
-    check_same_training(config, tmp_path / "stored.yaml")
-    with pytest.raises(RunFolderError, match=r"algorithm\.overlong\.filter: False before, True now"):
-        check_same_training(load_config(None, ["algorithm.overlong.filter=true"]), tmp_path / "stored.yaml")
-
-
-def test_a_run_of_a_version_with_whole_gib_of_cache_goes_on_without_a_warning(
+def test_a_run_of_a_version_without_a_key_goes_on_with_that_keys_default(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(None, ["server.kv_cache_gib=3"])
     before = config.model_dump(mode="json")
-    before["server"]["kv_cache_gib"] = 3
+    del before["sources"], before["algorithm"]["overlong"]
+    before["server"]["kv_cache_gib"] = 3  # as a version with whole GiB wrote it
     (tmp_path / "stored.yaml").write_text(yaml.safe_dump(before))
 
     check_same_training(config, tmp_path / "stored.yaml")
-
     assert not caplog.records
+    with pytest.raises(RunFolderError, match=r"algorithm\.overlong\.filter: False before, True now"):
+        check_same_training(load_config(None, ["algorithm.overlong.filter=true"]), tmp_path / "stored.yaml")

@@ -1,4 +1,4 @@
-"""Cleanup runs to its end however often it is interrupted."""
+"""Cleanup runs to its end however often it is interrupted. Results of many calls arrive once, as early as they can."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from rayapp.core.aio import finish_despite_cancels, finish_then_cancel
-from rayapp.core.errors import LearnersLostError
+from rayapp.core.aio import as_they_end, finish_despite_cancels, finish_then_cancel
+from rayapp.core.errors import EngineError, LearnersLostError, RayappError
 from rayapp.driver import loop
 
 
@@ -136,6 +136,16 @@ async def test_a_stop_is_not_lost_when_its_step_loses_a_learner_too() -> None:
     assert isinstance(stopped.value.__cause__, LearnersLostError)
 
 
+async def test_a_second_stop_does_not_wait_for_what_has_begun() -> None:
+    task = asyncio.create_task(finish_then_cancel(asyncio.Event().wait()))
+    for _ in range(2):
+        await asyncio.sleep(0)  # the first one arrives, and waits for the work
+        task.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 60)
+
+
 async def test_cleanup_that_fails_after_a_stop_leaves_the_stop_with_its_error() -> None:
     may_end = asyncio.Event()
 
@@ -174,3 +184,56 @@ async def test_a_run_that_is_told_to_stop_and_loses_its_learners_does_not_start_
 
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_what_ends_together_arrives_together_and_the_rest_later() -> None:
+    late = asyncio.Event()
+
+    async def one(index: int) -> str:
+        if index == 1:
+            await late.wait()
+        return f"result {index}"
+
+    batches = []
+    async for batch in as_they_end([one(index) for index in range(3)]):
+        batches.append(batch)
+        late.set()
+    assert batches == [[(0, "result 0"), (2, "result 2")], [(1, "result 1")]]
+
+
+async def test_errors_are_values_and_others_go_on() -> None:
+    async def refused() -> str:
+        raise EngineError("too long")
+
+    async def broken() -> str:
+        raise KeyError("name")
+
+    async def fine() -> str:
+        return "fine"
+
+    found = dict([pair async for batch in as_they_end([refused(), broken(), fine()]) for pair in batch])
+
+    assert found[2] == "fine"
+    assert isinstance(found[0], EngineError)
+    assert type(found[1]) is RayappError
+    assert str(found[1]) == "KeyError: 'name'"
+
+
+async def test_whoever_stops_listening_ends_the_rest() -> None:
+    ended = []
+
+    async def forever() -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+        return ""
+
+    async def soon() -> str:
+        return "soon"
+
+    batches = as_they_end([soon(), forever()])
+    assert await anext(batches) == [(0, "soon")]
+    await batches.aclose()
+    await asyncio.sleep(0)
+    assert ended == [True]

@@ -15,14 +15,21 @@ def test_driver_and_rollout_worker_load_neither_mcp_nor_torch_before_they_have_a
     assert done.stdout == "set()\n", done.stderr
 
 
-def test_a_tokenizer_is_read_without_generation_which_a_model_of_its_folders_own_code_gets(tiny_model: Path) -> None:
+def test_a_tokenizer_is_read_and_a_model_checked_without_torch_and_a_model_of_its_own_code_can_generate(
+    tiny_model: Path,
+) -> None:
     program = f"""
 import sys
-from rayapp.config.sections import ModelSection
+from rayapp.config.config import Config
+from rayapp.storage.models.check import check_model
 from rayapp.storage.models.tokenizer import load_tokenizer
 
-print(load_tokenizer(ModelSection(path={str(tiny_model)!r})).decode([72]))
-print({{"torch._dynamo", "transformers.generation.utils"}} & {{*sys.modules}})
+lengths = {{"max_prompt_tokens": 8, "max_completion_tokens": 8}}
+config = Config.model_validate({{"model": {{"path": {str(tiny_model)!r}}}, "rollout": lengths}})
+print(load_tokenizer(config.model).decode([72]))
+print({{"torch", "transformers"}} & {{*sys.modules}})
+check_model(config)
+print({{"torch", "vllm", "ray"}} & {{*sys.modules}})
 
 import torch
 from transformers.models.auto import auto_factory
@@ -33,7 +40,7 @@ class TheirOwn(torch.nn.Module):
 print(hasattr(auto_factory.add_generation_mixin_to_remote_model(TheirOwn), "generate"))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
-    assert done.stdout == "f\nset()\nTrue\n", done.stderr
+    assert done.stdout == "f\nset()\nset()\nTrue\n", done.stderr
 
 
 def test_the_doctor_of_a_machine_loads_no_package_that_is_imported_to_train() -> None:

@@ -15,9 +15,6 @@ import pytest
 
 from actors.spawn import ROLES, _load
 from rayapp.core.logs import JsonLines, Labels, about, hand_over, start_logs, tracebacks_in
-from rayapp.runs.tracking.console import LineConsole
-
-STEP = {"reward/mean": 0.5, "learner/entropy": float("nan"), "timing_s/step": 2.0}
 
 
 @pytest.fixture
@@ -80,13 +77,6 @@ async def test_groups_that_run_at_once_keep_their_ids_apart(lines: Any) -> None:
     assert {line["message"]: line["group"] for line in lines()} == {"done 1": 1, "done 2": 2}
 
 
-def test_an_extra_of_the_caller_wins_and_is_no_error(lines: Any) -> None:
-    with about(step=3):
-        logging.getLogger("x").info("of another run", extra={"run": "other", "step": 9})
-
-    assert [(line["run"], line["step"]) for line in lines()] == [("other", 9)]
-
-
 def test_an_exception_stays_on_its_line(lines: Any) -> None:
     try:
         raise ValueError("why")
@@ -95,17 +85,6 @@ def test_an_exception_stays_on_its_line(lines: Any) -> None:
 
     [line] = lines()
     assert line["exc_text"].splitlines()[-1] == "ValueError: why"
-
-
-def test_steps_are_lines_of_strict_json(lines: Any) -> None:
-    console = LineConsole(10, write=logging.getLogger("x").info)
-    console.note("Ray dashboard: http://127.0.0.1:8265")
-    console.log(4, STEP)
-
-    note, *_, step = lines()
-    assert note["message"] == "Ray dashboard: http://127.0.0.1:8265"
-    assert step["message"].startswith("step  4/10  reward +0.500")
-    assert "NaN" not in json.dumps(step)
 
 
 @pytest.mark.usefixtures("untouched_loggers")

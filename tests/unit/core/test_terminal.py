@@ -15,7 +15,7 @@ from rayapp.cli.doctor import doctor_command
 from rayapp.cli.machine import Finding
 from rayapp.cli.main import app, run
 from rayapp.core.errors import InputError, LearnerError
-from rayapp.core.logs import label_logs, make_logs_visible, visible
+from rayapp.core.logs import label_logs, visible
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "\x1b[2J\x1b]0;title\x07\r\x9b31m\u202e\u2028\ud800\x7f"
@@ -54,21 +54,6 @@ def test_a_log_line_shows_what_a_model_wrote_in_its_message_and_its_traceback(lo
 
     first, *_, last = log.getvalue().split("\n")[:-1]
     assert (first, last) == (f"a tool said {SHOWN}", f"ValueError: {SHOWN}")
-
-
-def test_log_records_of_another_factory_keep_what_it_gave_them(log: io.StringIO) -> None:
-    before = logging.getLogRecordFactory()
-
-    def as_rays(*args: object, **kwargs: object) -> logging.LogRecord:
-        record = before(*args, **kwargs)
-        record.created = 7.0
-        return record
-
-    logging.setLogRecordFactory(as_rays)
-    make_logs_visible()
-    log_record = logging.getLogger("rayapp.someone").makeRecord("n", 30, "f", 1, "%s", (HOSTILE,), None)
-
-    assert (log_record.created, log_record.getMessage()) == (7.0, SHOWN)
 
 
 @pytest.mark.parametrize("error", [InputError(HOSTILE), LearnerError(HOSTILE)])

@@ -1,16 +1,16 @@
-"""docs/configure.md says what the schema says."""
+"""docs/configure.md says what the schema says, and docs/models.md what was recorded of every family."""
 
 from __future__ import annotations
 
+import json
 import re
-from pathlib import Path
 
 from rayapp.config.config import Config
 from rayapp.config.loading import ALIASES
 from rayapp.core.validation import valid_keys
+from rayapp.storage.models.families import FAMILIES
 from scripts.config_docs import keys_without_meaning, render
-
-DOCS = Path(__file__).parents[3] / "docs"
+from scripts.model_table import CHECKS, DOCS, page
 
 
 def test_the_page_of_all_keys_is_current() -> None:
@@ -23,9 +23,6 @@ def test_every_key_has_a_meaning_and_its_values_in_words() -> None:
     assert keys_without_meaning() == []
     page = render()
     assert "| `rollout.group_size` | `16` | an integer, at least 1 | Trajectories sampled for each prompt (G)." in page
-    assert "| `learner.optimizer.schedule` | `constant` | one of constant, cosine, linear | " in page
-    assert "| `warmup.lr` | `2.0e-05` |" in page
-    assert "| `sandbox.providers[…].template` | " in page
     assert "Ge(" not in page
     assert "of the form" not in page, "a pattern is said in words: core/validation.py"
 
@@ -45,3 +42,11 @@ def test_the_table_of_trls_names_says_what_the_error_message_says() -> None:
 
     assert len(named) > 5
     assert {name: ALIASES.get(name, key) for name, key in named.items()} == named
+
+
+def test_the_table_of_models_is_what_was_recorded_of_every_family() -> None:
+    record = json.loads((DOCS / "models.json").read_text())
+    assert sorted(record) == sorted(FAMILIES)
+    assert [name for name, checks in record.items() if not FAMILIES[name].refused and set(checks) != set(CHECKS)] == []
+    text = (DOCS / "models.md").read_text()
+    assert text == page(text, record), "run `python -m scripts.model_table`"

@@ -41,15 +41,6 @@ def test_an_example_is_short_and_runs(number: int, desk: Path) -> None:
     exec(code, {})
 
 
-def test_the_learners_example_leaves_a_model_that_transformers_loads(desk: Path) -> None:
-    (text,) = [text for text in EXAMPLES if "learner.save" in text]
-    exec(text, {})
-
-    from transformers import AutoModelForCausalLM
-
-    assert AutoModelForCausalLM.from_pretrained(desk / "mine").config.num_hidden_layers == 2
-
-
 async def test_the_notebook_runs_from_top_to_bottom_in_a_running_event_loop(desk: Path) -> None:
     cells = json.loads((ROOT / "docs" / "library.ipynb").read_text())["cells"]
     names: dict[str, Any] = {}

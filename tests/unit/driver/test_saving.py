@@ -64,6 +64,11 @@ def alive() -> Iterator[None]:
     let_process_live()
 
 
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 def versions(folder: RunFolder) -> list[int]:
     return [checkpoint.version for checkpoint in folder.checkpoints.whole()]
 
@@ -96,21 +101,6 @@ async def test_the_next_save_waits_for_the_one_before(folder: RunFolder) -> None
         assert versions(folder) == [2, 3]
 
 
-async def test_a_save_that_failed_ends_the_run_after_the_next_step_with_the_one_before_whole(folder: RunFolder) -> None:
-    learners = Learners(may_end=True)
-    saver = CheckpointSaver(learners, folder)
-    with pytest.raises(CheckpointError, match="disk is full"):
-        async with saving(saver):
-            await saver.begin(2, next_group_id=4)
-            await saver.finish()
-            learners.error = CheckpointError("the disk is full")
-            await saver.begin(3, next_group_id=6)
-            while True:
-                await saver.check()
-                await asyncio.sleep(0)
-    assert versions(folder) == [2]
-
-
 async def test_a_save_that_failed_leaves_no_half_checkpoint_and_says_what_is_safe(folder: RunFolder) -> None:
     learners = Learners(may_end=True)
     learners.error = CheckpointError("the disk is full.")
@@ -126,9 +116,11 @@ async def test_a_save_that_failed_leaves_no_half_checkpoint_and_says_what_is_saf
         await saver.begin(4, next_group_id=8)
         await saver.finish()
         learners.error = CheckpointError("the disk is full.")
+        await saver.begin(6, next_group_id=12)
         with pytest.raises(CheckpointError, match=r"full\. .* from the last complete checkpoint, step=000004"):
-            await saver.begin(6, next_group_id=12)
-            await saver.finish()
+            while True:  # after each of the next steps
+                await saver.check()
+                await asyncio.sleep(0)
     assert [path.name for path in (folder.path / "checkpoints").iterdir()] == ["step=000004"]
 
 
@@ -217,11 +209,6 @@ async def until_stopped(saver: CheckpointSaver) -> None:
     await asyncio.Event().wait()
 
 
-async def turns(count: int = 20) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("error", [RestartsUsedUpError("lost 4 times"), StalledError("nothing was finished")])
 async def test_a_run_that_lost_a_process_too_often_or_stalled_saves_what_it_has_trained(
     error: RayappError, folder: RunFolder
@@ -262,6 +249,16 @@ async def test_a_run_that_is_stopped_in_the_middle_of_a_step_saves_nothing_under
         await run
     assert versions(folder) == []
     assert "stopped in the middle of step 4" in caplog.text
+
+
+async def test_a_run_that_is_stopped_between_two_steps_saves_what_it_has_trained(folder: RunFolder) -> None:
+    run = asyncio.create_task(run_until(until_stopped, Learners(holds=3, may_end=True), folder))
+    await turns()
+    run.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert versions(folder) == [3]
 
 
 async def test_a_run_that_is_stopped_while_it_waits_for_a_save_has_that_checkpoint(folder: RunFolder) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rayapp.core.types import GroupSummary
 from rayapp.driver.store import StoredGroup, TrajectoryStore, _oldest_versions
@@ -51,10 +49,6 @@ async def test_a_synchronous_store_admits_one_step_and_then_blocks_until_release
     assert await s.reserve() == ([2, 3], 1)
 
 
-async def test_staleness_one_admits_a_second_step_before_the_first_is_trained() -> None:
-    assert await store(max_staleness=1).reserve() == ([0, 1, 2, 3], 0)
-
-
 async def test_fewer_groups_than_staleness_allows_may_be_in_flight_and_unfinished_ones_outlive_a_step() -> None:
     s = TrajectoryStore[int](
         groups_per_step=2, max_staleness=2, max_in_flight=3, version=0, num_groups=100, straggler_window=4
@@ -95,21 +89,6 @@ def test_a_kept_group_counts_as_admitted_no_later_than_the_groups_above_it() -> 
     kept = [StoredGroup(summary=summary(group_id, version), ref=0) for group_id, version in sampled_by.items()]
 
     assert _oldest_versions(kept) == {3: 1, 5: 2, 7: 2, 8: 6}
-
-
-async def test_groups_come_back_in_id_order_whatever_order_they_finish_in() -> None:
-    s = store(groups_per_step=3)
-    await s.reserve()
-    for group_id in (2, 0, 1):
-        await s.finish(summary(group_id, 0), group_id)
-    assert [group.ref for group in await s.take(3)] == [0, 1, 2]
-
-
-async def test_a_step_waits_for_a_straggler_with_a_lower_id() -> None:
-    s = store(groups_per_step=1, max_staleness=1)
-    await s.reserve()
-    await s.finish(summary(1, 0), 1)
-    assert await is_blocked(s.take(1))
 
 
 async def test_a_dropped_group_is_replaced_by_the_next_prompt() -> None:
@@ -173,53 +152,3 @@ async def test_no_more_groups_are_admitted_than_the_run_trains_on() -> None:
     s = store(groups_per_step=2, max_staleness=3, num_groups=3)
     assert (await s.reserve())[0] == [0, 1, 2]
     assert await is_blocked(s.reserve())
-
-
-async def test_a_group_that_finishes_twice_is_a_broken_invariant() -> None:
-    s = store()
-    await s.reserve()
-    await s.finish(summary(0, 0), 0)
-    with pytest.raises(AssertionError, match="not in flight"):
-        await s.finish(summary(0, 0), 0)
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    groups_per_step=st.integers(1, 4),
-    max_staleness=st.integers(0, 3),
-    choices=st.lists(st.integers(0, 2**16), min_size=20, max_size=80),
-)
-def test_under_any_schedule_the_ledger_balances_and_no_group_is_older_than_the_bound(
-    groups_per_step: int, max_staleness: int, choices: list[int]
-) -> None:
-    async def schedule() -> None:
-        s = store(groups_per_step=groups_per_step, max_staleness=max_staleness, num_groups=40)
-        running: dict[int, int] = {}
-        version = 0
-        for choice in choices:
-            if not await is_reserve_blocked(s, running):
-                continue
-            if running and choice % 3:
-                group_id = sorted(running)[choice % len(running)]
-                sampled_by = running.pop(group_id)
-                if choice % 7 == 0:
-                    await s.finish(refused(group_id), group_id)
-                else:
-                    await s.finish(summary(group_id, sampled_by), group_id)
-            elif s._next_in_order(groups_per_step) is not None:
-                groups = await s.take(groups_per_step)  # raises if one is older than the bound
-                assert all(version - g.summary.min_policy_version <= max_staleness for g in groups)
-                version += 1
-                await s.release(version)
-            assert s.ledger().balances()
-
-    asyncio.run(schedule())
-
-
-async def is_reserve_blocked(s: TrajectoryStore[int], running: dict[int, int]) -> bool:
-    """Admit groups while there is room; True if there was none."""
-    if s._num_free() <= 0:
-        return True
-    ids, version = await s.reserve()
-    running.update(dict.fromkeys(ids, version))
-    return False

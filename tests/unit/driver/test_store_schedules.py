@@ -32,6 +32,7 @@ class Run:
         straggler_window: int = 0,
         first_step: int = 1,
         kept: TrajectoryStore[int] | None = None,
+        drops: bool = False,
     ) -> None:
         self.luck = random.Random(seed)
         self.first_step = first_step
@@ -48,6 +49,7 @@ class Run:
             next_group_id=kept.next_untrained_id if kept else 0,
             waiting=kept.waiting if kept else (),
             done_ahead=kept.done_ahead if kept else (),
+            refuses=lambda summary, place: drops and summary.group_id % 5 == 2,
         )
         self.server_version = version
         self.trained: list[int] = []
@@ -105,16 +107,18 @@ def test_with_a_bound_of_one_generation_runs_ahead_of_training() -> None:
     groups_per_step=st.integers(1, 4),
     max_staleness=st.integers(0, 3),
     straggler_window=st.integers(0, 9),
+    drops=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_stragglers_that_are_overtaken_are_trained_once_and_never_too_stale(
-    groups_per_step: int, max_staleness: int, straggler_window: int, seed: int
+    groups_per_step: int, max_staleness: int, straggler_window: int, seed: int, *, drops: bool
 ) -> None:
-    run = Run(groups_per_step, max_staleness, seed, straggler_window=straggler_window)
+    run = Run(groups_per_step, max_staleness, seed, straggler_window=straggler_window, drops=drops)
 
     asyncio.run(asyncio.wait_for(run.train(), 60))
 
-    assert sorted(run.trained) == list(range(NUM_STEPS * groups_per_step))
+    kept = [number for number in range(2 * NUM_STEPS * groups_per_step) if not (drops and number % 5 == 2)]
+    assert sorted(run.trained) == kept[: NUM_STEPS * groups_per_step]
     assert max(run.staleness) <= max_staleness
     if max_staleness == 0:
         assert run.trained == sorted(run.trained)

@@ -1,7 +1,7 @@
-"""The functions of vLLM, torch.cuda and Ray that our code calls exist in the pinned versions, with these arguments.
+"""The functions of vLLM and Ray that our code calls exist in the pinned versions, with these arguments.
 
-Without a GPU no other test would notice a renamed one. vLLM's source is read and not imported, which would take longer
-than all tests of this folder.
+mypy checks those of torch. Without a GPU no other test would notice a renamed one. vLLM's source is read and not
+imported, which would take longer than all tests of this folder.
 """
 
 from __future__ import annotations
@@ -181,14 +181,6 @@ def test_every_argument_that_an_engine_is_started_with_is_one(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
-        (torch.cuda.stream, "stream"),
-        (torch.cuda.default_stream, "device"),
-        (torch.cuda.current_stream, "device"),
-        (torch.cuda.set_device, "device"),
-        (torch.cuda.mem_get_info, "device"),
-        (torch.cuda.synchronize, "device"),
-        (torch.cuda.empty_cache, ""),
-        (torch.cuda.memory_stats_as_nested_dict, "device"),
         (internal_kv._internal_kv_put, "key value overwrite"),
         (internal_kv._internal_kv_get, "key"),
         (ray.wait, "num_returns timeout fetch_local"),
@@ -199,7 +191,7 @@ def test_every_argument_that_an_engine_is_started_with_is_one(monkeypatch: pytes
         (ray.util.remove_placement_group, "placement_group"),
     ],
 )
-def test_torch_and_ray_take_what_they_are_given(call: object, arguments: str) -> None:
+def test_ray_takes_what_it_is_given(call: object, arguments: str) -> None:
     assert set(arguments.split()) <= inspect.signature(call).parameters.keys()  # type: ignore[arg-type]
 
 

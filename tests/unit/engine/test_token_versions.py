@@ -11,8 +11,8 @@ from rayapp.engine.vllm_output import TokenVersions
 
 def test_tokens_before_and_after_an_update_are_told_apart() -> None:
     versions = TokenVersions()
-    versions.begin("a")
-    versions.begin("b")
+    for request in ("a", "b", "ended"):
+        versions.begin(request)
     versions.close_version(3, {"a": 5, "b": 0}.get)
     assert versions.end("a", 4, 7) == (
         VersionSpan(policy_version=3, num_tokens=5),
@@ -20,15 +20,9 @@ def test_tokens_before_and_after_an_update_are_told_apart() -> None:
     )
     # It was queued when the weights came: all its tokens are the new version's.
     assert versions.end("b", 4, 2) == (VersionSpan(policy_version=4, num_tokens=2),)
+    # It had ended when they came: all are the old version's.
+    assert versions.end("ended", 4, 6) == (VersionSpan(policy_version=3, num_tokens=6),)
     assert versions.num_open == 0
-
-
-def test_one_that_had_ended_when_the_weights_came_is_the_old_versions() -> None:
-    versions = TokenVersions()
-    versions.begin("a")
-    versions.close_version(3, lambda request: None)
-    versions.close_version(4, lambda request: None)
-    assert versions.end("a", 5, 6) == (VersionSpan(policy_version=3, num_tokens=6),)
 
 
 def test_one_that_was_cancelled_is_forgotten() -> None:

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,53 +25,54 @@ from rayapp.engine.vllm_arguments import (
     vllm_args,
 )
 
+ArgsOf = Callable[..., dict[str, Any]]
 
-def cache_bytes(monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool, **sections: Any) -> int | None:
-    monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: has_gpu)
-    monkeypatch.setattr(vllm_arguments, "_transfer_args", lambda config: {})
-    return vllm_args(Config.model_validate(sections))["kv_cache_memory_bytes"]
+
+@pytest.fixture
+def args_of(monkeypatch: pytest.MonkeyPatch) -> ArgsOf:
+    """Call it with sections of a config: what vLLM gets on a GPU of 80 GiB, or on a CPU."""
+
+    def given(*, has_gpu: bool = True, **sections: Any) -> dict[str, Any]:
+        monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: has_gpu)
+        monkeypatch.setattr(vllm_arguments, "_transfer_args", lambda config: {})
+        monkeypatch.setattr(vllm_arguments, "gpu_bytes", lambda: 80 << 30)
+        return vllm_args(Config.model_validate(sections))
+
+    return given
 
 
 @pytest.mark.parametrize(("gib", "num_bytes"), [(0.1, 107_374_182), (1.5, 3 << 29), (2, 2 << 30)])
-def test_a_cpu_takes_the_bytes_of_a_fraction_too(monkeypatch: pytest.MonkeyPatch, gib: float, num_bytes: int) -> None:
-    server = {"kv_cache_gib": gib}
-
-    assert cache_bytes(monkeypatch, has_gpu=False, server=server) == num_bytes
-    assert cache_bytes(monkeypatch, has_gpu=True, server=server, cluster={"device": "cpu"}) == num_bytes
+def test_a_cpu_takes_the_bytes_of_a_fraction_too(args_of: ArgsOf, gib: float, num_bytes: int) -> None:
+    for on_cpu in ({"has_gpu": False}, {"cluster": {"device": "cpu"}}):
+        assert args_of(server={"kv_cache_gib": gib}, **on_cpu)["kv_cache_memory_bytes"] == num_bytes
 
 
-def test_on_a_gpu_its_share_of_the_memory_decides_if_no_bytes_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cache_bytes(monkeypatch, has_gpu=True) is None
-
-
-def test_a_gpus_cache_in_bytes_holds_and_only_it_must_be_free_when_the_server_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: True)
-    monkeypatch.setattr(vllm_arguments, "_transfer_args", lambda config: {})
-    monkeypatch.setattr(vllm_arguments, "gpu_bytes", lambda: 80 << 30)
-
-    args = vllm_args(Config.model_validate({"server": {"kv_cache_gib": 8}}))
-
+def test_a_gpus_cache_in_bytes_holds_and_only_it_must_be_free_when_the_server_starts(args_of: ArgsOf) -> None:
+    args = args_of(server={"kv_cache_gib": 8})
     assert (args["kv_cache_memory_bytes"], args["gpu_memory_utilization"]) == (8 << 30, 0.1)
+    assert args_of()["kv_cache_memory_bytes"] is None  # its share of the memory decides
 
 
-def test_vllm_gets_the_rounding_and_the_further_arguments_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: True)
-    monkeypatch.setattr(vllm_arguments, "_transfer_args", lambda config: {})
-    server = {
-        "quantization": "fp8_per_block",
-        "kv_cache_dtype": "fp8",
-        "engine_args": {"attention_backend": "FLASHINFER", "enable_prefix_caching": False},
-    }
-    sections = {"server": server, "algorithm": {"rollout_correction": {"level": "token"}}}
+def test_vllm_gets_the_rounding_and_the_further_arguments_of_the_run(args_of: ArgsOf) -> None:
+    further = {"attention_backend": "FLASHINFER", "structured_outputs_config": {"disable_any_whitespace": True}}
+    server = {"quantization": "fp8_per_block", "kv_cache_dtype": "fp8", "engine_args": further}
 
-    args = vllm_args(Config.model_validate(sections))
+    args = args_of(server=server, algorithm={"rollout_correction": {"level": "token"}})
 
     assert (args["quantization"], args["kv_cache_dtype"]) == ("fp8_per_block", "fp8")
-    assert (args["attention_backend"], args["enable_prefix_caching"]) == ("FLASHINFER", False)
-    plain = vllm_args(Config())
-    assert (plain["quantization"], plain["kv_cache_dtype"]) == (None, "auto")
+    assert args["attention_backend"] == "FLASHINFER"
+    # Settings of structured outputs are added to the library that reads masks.
+    assert args["structured_outputs_config"] == {"backend": "xgrammar", "disable_any_whitespace": True}
+
+
+def test_a_gpu_compiles_and_takes_long_prompts_in_larger_parts_than_a_cpu(args_of: ArgsOf) -> None:
+    def found(*, has_gpu: bool, **server: Any) -> tuple[bool, int | None]:
+        args = args_of(has_gpu=has_gpu, server=server)
+        return args["enforce_eager"], args["max_num_batched_tokens"]
+
+    assert found(has_gpu=True) == (False, 8192)
+    assert found(has_gpu=False) == (True, None)
+    assert found(has_gpu=True, enforce_eager=True, max_num_batched_tokens=4096) == (True, 4096)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +85,12 @@ def test_a_server_on_a_gpu_computes_batch_invariantly_if_the_run_repeats(
     for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_BATCH_INVARIANT"):
         monkeypatch.setenv(name, "")
     monkeypatch.delenv("VLLM_BATCH_INVARIANT")
+    monkeypatch.setenv(WHOLE_GIB_OF_CACHE, "40")  # somebody left it there: it does not decide
 
     set_process_environment(Config.model_validate({"run": {"deterministic": deterministic}}))
 
     assert os.environ.get("VLLM_BATCH_INVARIANT") == set_to
+    assert WHOLE_GIB_OF_CACHE not in os.environ
 
 
 def test_a_server_on_a_gpu_without_the_kernels_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,28 +100,6 @@ def test_a_server_on_a_gpu_without_the_kernels_does_not_start(monkeypatch: pytes
 
     with pytest.raises(ConfigError, match=r"this GPU has 8\.0: use auto"):
         check_gpu(Config.model_validate(sections))
-
-
-def test_a_gpu_compiles_and_takes_long_prompts_in_larger_parts_than_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*, has_gpu: bool, **server: Any) -> tuple[bool, int | None]:
-        monkeypatch.setattr(vllm_arguments, "_has_gpu", lambda: has_gpu)
-        monkeypatch.setattr(vllm_arguments, "_transfer_args", lambda config: {})
-        args = vllm_args(Config.model_validate({"server": server}))
-        return args["enforce_eager"], args["max_num_batched_tokens"]
-
-    assert found(has_gpu=True) == (False, 8192)
-    assert found(has_gpu=False) == (True, None)
-    assert found(has_gpu=True, enforce_eager=True, max_num_batched_tokens=4096) == (True, 4096)
-
-
-def test_what_somebody_left_in_the_environment_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
-        monkeypatch.setenv(name, "1")  # so that what is set here is put back
-    monkeypatch.setenv(WHOLE_GIB_OF_CACHE, "40")
-
-    set_process_environment(Config())
-
-    assert WHOLE_GIB_OF_CACHE not in os.environ
 
 
 def test_vllms_profiler_stops_by_itself_and_its_trace_is_taken_once() -> None:
@@ -143,11 +125,3 @@ def test_vllms_profiler_stops_by_itself_and_its_trace_is_taken_once() -> None:
                 take_engine_trace(folder)
     finally:
         shutil.rmtree(folder)
-
-
-def test_settings_of_structured_outputs_are_added_to_the_library_that_reads_masks() -> None:
-    server = {"engine_args": {"structured_outputs_config": {"disable_any_whitespace": True}}}
-
-    args = vllm_args(Config.model_validate({"server": server}))
-
-    assert args["structured_outputs_config"] == {"backend": "xgrammar", "disable_any_whitespace": True}

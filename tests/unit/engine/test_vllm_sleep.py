@@ -154,15 +154,6 @@ async def test_learners_that_are_lost_within_an_update_leave_a_server_that_asks_
             await engine.begin_update()
 
 
-async def test_one_that_sleeps_is_not_put_to_sleep_again() -> None:
-    recorded = Recorded()
-    engine = engine_of(recorded)
-    assert await engine.sleep()
-    before = list(recorded.calls)
-    assert await engine.sleep()
-    assert recorded.calls == before
-
-
 async def test_a_cohort_after_a_sleep_starts_from_a_scheduler_that_stands_still() -> None:
     recorded = Recorded()
     engine = engine_of(recorded)

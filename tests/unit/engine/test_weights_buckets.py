@@ -1,10 +1,8 @@
-"""Buckets hold every tensor bit for bit, and a sync that did not reach every server is an error."""
+"""Buckets hold every tensor bit for bit."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayapp.core.errors import WeightSyncError
 from rayapp.engine.weights.buckets import ALIGNMENT, WeightBucket, pack, unpack
-from rayapp.engine.weights.sync import BUCKET_BYTES, StoreCarrier, WeightSync
 
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-
-
-async def all_up() -> None:
-    """Every server is up."""
 
 
 def tensors_of(shapes: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[str, torch.Tensor]]:
@@ -113,78 +105,3 @@ def test_what_is_unpacked_is_a_view_of_the_buffer() -> None:
     bucket.data[:4] = np.frombuffer(np.float32(7).tobytes(), np.uint8)
 
     assert tensor.tolist() == [7.0, 1.0, 1.0, 1.0]
-
-
-@dataclass
-class Learners:
-    """Exports two buckets."""
-
-    refs: tuple[str, ...] = ("first", "second")
-    sizes: list[int] = field(default_factory=list)
-
-    async def export_weights(self, version: int, bucket_bytes: int) -> AsyncIterator[str]:
-        self.sizes.append(bucket_bytes)
-        for ref in self.refs:
-            yield ref
-
-
-@dataclass
-class Server:
-    """Records the calls."""
-
-    name: str
-    loaded: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    error: Exception | None = None
-    hangs: bool = False
-
-    async def load_weights(self, version: int, buckets: Sequence[Any]) -> dict[str, Any]:
-        if self.error:
-            raise self.error
-        if self.hangs:
-            await asyncio.Event().wait()
-        self.loaded.append((version, tuple(buckets)))
-        return {"bytes": 128.0}
-
-
-async def test_every_server_gets_the_same_references_and_the_export_happens_once() -> None:
-    learners, servers = Learners(), [Server("vllm-server-0"), Server("vllm-server-1")]
-
-    metrics, failed = await WeightSync(StoreCarrier(10.0)).sync(3, learners=learners, servers=servers, settled=all_up)
-
-    assert failed == {}
-    assert learners.sizes == [BUCKET_BYTES]
-    assert [server.loaded for server in servers] == [[(3, ("first", "second"))]] * 2
-    assert metrics["weight_sync/bytes"] == 128.0
-    assert {"weight_sync/export_s", "weight_sync/load_s"} <= set(metrics)
-
-
-async def test_a_server_that_hangs_is_found_by_the_deadline_and_the_others_have_the_weights() -> None:
-    servers = [Server("vllm-server-0"), Server("vllm-server-1", hangs=True)]
-
-    _, failed = await WeightSync(StoreCarrier(2.0)).sync(3, learners=Learners(), servers=servers, settled=all_up)
-
-    assert servers[0].loaded == [(3, ("first", "second"))]
-    assert list(failed) == ["vllm-server-1"]
-    assert "vllm-server-1 did not load version 3 within 2 s" in str(failed["vllm-server-1"])
-
-
-async def test_a_server_that_was_started_again_gets_the_weights_of_the_last_sync() -> None:
-    broken = Server("vllm-server-0", error=WeightSyncError("version 3 was not loaded"))
-    transport = WeightSync(StoreCarrier(10.0))
-
-    _, failed = await transport.sync(3, learners=Learners(), servers=[broken], settled=all_up)
-    replaced = Server("vllm-server-0")
-    await transport.catch_up(replaced)
-
-    assert str(failed["vllm-server-0"]) == "version 3 was not loaded"
-    assert replaced.loaded == [(3, ("first", "second"))]
-
-
-async def test_a_server_never_gets_an_older_version_after_a_newer_one() -> None:
-    late, learners, transport = Server("vllm-server-1"), Learners(), WeightSync(StoreCarrier(10.0))
-    await transport.sync(3, learners=learners, servers=[], settled=all_up)
-
-    # Both use the server at the same time: a sync to version 4, and a catch-up with version 3.
-    await asyncio.gather(transport.sync(4, learners=learners, servers=[late], settled=all_up), transport.catch_up(late))
-
-    assert [version for version, _ in late.loaded] == [4, 4]

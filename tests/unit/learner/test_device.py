@@ -12,39 +12,23 @@ from rayapp.config.bundles import bundles_of
 from rayapp.config.config import Config
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import use_interface_towards
-from rayapp.learner.distributed import give_back_memory, learner_device
+from rayapp.learner.distributed import learner_device
 
 
-def config(device: str, placement: str = "split") -> Config:
-    return Config.model_validate({"cluster": {"device": device, "placement": placement}})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize(("device", "visible"), [("gpu", ""), ("auto", "0"), ("auto", "MIG-6a5c")])
-def test_a_learner_that_was_given_a_gpu_does_not_compute_on_the_cpu_instead(
-    monkeypatch: pytest.MonkeyPatch, device: str, visible: str
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with pytest.raises(LearnerError, match=r"this learner needs a GPU, but torch .* can use none: .*CUDA 13 needs 580"):
-        learner_device(config(device).cluster)
+def config(device: str) -> Config:
+    return Config.model_validate({"cluster": {"device": device}})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize(("device", "visible"), [("auto", ""), ("auto", "-1"), ("cpu", "0")])
-def test_without_one_it_computes_on_the_cpu(monkeypatch: pytest.MonkeyPatch, device: str, visible: str) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert learner_device(config(device).cluster).type == "cpu"
-
-
-@pytest.mark.parametrize(("placement", "times"), [("colocated", 1), ("split", 0)])
-def test_memory_goes_back_to_a_gpu_that_a_server_shares(
-    monkeypatch: pytest.MonkeyPatch, placement: str, times: int
-) -> None:
-    emptied: list[None] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(None))
-    give_back_memory(config("gpu", placement).cluster, torch.device("cuda", 0))
-    give_back_memory(config("cpu", placement).cluster, torch.device("cpu"))
-    assert len(emptied) == times
+def test_a_learner_that_was_given_a_gpu_does_not_compute_on_the_cpu_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = r"this learner needs a GPU, but torch .* can use none: .*CUDA 13 needs 580"
+    for device, visible in (("gpu", ""), ("auto", "0"), ("auto", "MIG-6a5c")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(LearnerError, match=told):
+            learner_device(config(device).cluster)
+    for device, visible in (("auto", ""), ("auto", "-1"), ("cpu", "0")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert learner_device(config(device).cluster).type == "cpu"
 
 
 def test_gloo_listens_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:

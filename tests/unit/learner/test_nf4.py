@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from rayapp.config.config import Config
@@ -21,9 +20,11 @@ from rayapp.learner.state.checkpoint import _state
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.learner.state.hf_folder import checkpoint_to_hf
 from rayapp.learner.state.packed import PackedLinear
-from rayapp.storage.models.nf4 import BYTES_PER_VALUE, is_packed, pack, rounded, shape_of, unpack
+from rayapp.learner.supervised import log_probs_of
+from rayapp.storage.models.nf4 import BYTES_PER_VALUE, is_packed, pack, shape_of, unpack
 from support import family_trial as trial
 from support.family_check import VOCABULARY, plain_model, subject_of
+from support.learners import take_step
 
 LORA = {"rank": 4, "alpha": 16}
 
@@ -31,14 +32,6 @@ LORA = {"rank": 4, "alpha": 16}
 def packed_config(folder: Path, **learner: Any) -> Config:
     config = trial.trial_config(folder, **{"lora": LORA, **learner})
     return config.model_copy(update={"model": config.model.model_copy(update={"quantization": "nf4"})})
-
-
-def rounded_copy(model: Path, folder: Path) -> Path:
-    """Return a copy of the model that has the rounded weights in float32."""
-    shutil.copytree(model, folder)
-    tensors = load_file(model / "model.safetensors")
-    save_file({name: rounded(name, t).float() for name, t in tensors.items()}, folder / "model.safetensors")
-    return folder
 
 
 def test_rounding_is_that_of_the_paper_row_by_row() -> None:
@@ -60,7 +53,7 @@ def test_log_probs_and_gradients_are_those_of_a_dense_model_of_the_rounded_weigh
     model = tmp_path / "model"
     trial.save_tiny(subject_of(name).architecture, model)
     config, groups = packed_config(model), trial.trial_groups(VOCABULARY)
-    dense = rounded_copy(model, tmp_path / "dense")
+    dense = trial.rounded_copy(model, tmp_path / "dense")
     expected = trial.plain_scores(plain_model(dense, config.max_model_tokens), groups)
 
     with trial.learner_of(config) as learner:
@@ -89,7 +82,7 @@ def test_a_checkpoint_is_exported_as_the_learners_hold_it(tmp_path: Path) -> Non
     in_float32 = CheckpointSection(final_dtype="float32")
     config = packed_config(tmp_path / "model", compute_dtype="bfloat16").model_copy(update={"checkpoint": in_float32})
     with trial.learner_of(config) as learner:
-        save(_state(learner.model), checkpoint_id=tmp_path / "learner", no_dist=True)
+        save(_state(learner), checkpoint_id=tmp_path / "learner", no_dist=True)
         export_hf(config, learner.model, tmp_path / "exported", learner.ranks)
 
     checkpoint_to_hf(config, tmp_path / "learner", tmp_path / "made")
@@ -97,6 +90,33 @@ def test_a_checkpoint_is_exported_as_the_learners_hold_it(tmp_path: Path) -> Non
     made, exported = (load_file(tmp_path / folder / "model.safetensors") for folder in ("made", "exported"))
     assert made.keys() == exported.keys()
     assert [name for name, tensor in exported.items() if not torch.equal(tensor, made[name])] == []
+
+
+def test_the_final_folder_gives_the_learners_log_probs_in_peft_on_4_bits_and_in_transformers(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    trial.save_tiny(subject_of("llama").architecture, tmp_path / "model")
+    in_float32 = CheckpointSection(final_dtype="float32")
+    config = packed_config(tmp_path / "model", optimizer={"lr": 3e-2}).model_copy(update={"checkpoint": in_float32})
+    groups, final = trial.trial_groups(VOCABULARY), tmp_path / "final"
+    with trial.learner_of(config) as learner:
+        before = trial.learner_scores(learner, groups)
+    with trial.learner_of(config) as learner:
+        take_step(learner, groups)
+        trained = [row for group in groups for row in log_probs_of(learner, group)]
+        export_hf(config, learner.model, final, learner.ranks)
+
+    in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base: Any = AutoModelForCausalLM.from_pretrained(
+        config.model.path, dtype=torch.float32, quantization_config=in_4_bits
+    )
+    # In evaluation bitsandbytes computes on a CPU in bfloat16, whatever is asked for.
+    adapted = PeftModel.from_pretrained(base, str(final / "adapter"), is_trainable=True).train()
+    expected = trial.Scores(log_probs=trained, gradients={})
+    for model in (adapted, plain_model(final, config.max_model_tokens)):
+        assert trial.log_prob_error(trial.plain_scores(model, groups), expected) < trial.MAX_LOG_PROB_ERROR
+    assert trial.log_prob_error(before, expected) > 1000 * trial.MAX_LOG_PROB_ERROR
 
 
 def test_recomputed_and_compiled_layers_have_the_same_gradients(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rayapp.core.errors import LearnerError
 from rayapp.learner.attention import packed_attention, plan_attention
-from rayapp.learner.batch import TrainItem, inputs_of, make_micro_batch, split
+from rayapp.learner.batch import TrainItem, make_micro_batch, split
 from rayapp.learner.families import flex
 from rayapp.learner.families.flex import flex_tree_attention, tree_mask
 from rayapp.learner.families.mixers import MAX_PADDING, lay_out, paths_of
@@ -269,29 +269,6 @@ def test_a_prompt_is_shared_as_far_as_it_went_to_the_same_experts() -> None:
     ]
     # 8 of the prompt and one of each response for two of them; the third shares the first four, and computes 4 and 1.
     assert make_micro_batch(items, share_prefixes=True).packing.num_tokens == 8 + 2 + 5
-
-
-def test_completions_that_are_all_equal_share_one_micro_batch() -> None:
-    items = [item(row, 0, [7, 8, 9, 5], [1, 2, 1, 2, 1]) for row in range(16)]
-    (batch,) = split(items, max_tokens=4096, share_prefixes=True)
-    # 9 tokens without the last, which no token sees: 8, once.
-    assert batch.packing.num_tokens == 8
-
-
-def test_each_response_token_finds_its_position_and_itself() -> None:
-    items = [item(0, 0, [7, 8, 9, 5], [1, 2, 3]), item(1, 0, [7, 8, 9, 5], [1, 4]), item(2, 1, [6], [1])]
-    batch = make_micro_batch(items, share_prefixes=True)
-    for row, own in enumerate(batch.items):
-        tokens = own.trajectory.token_ids
-        for t in range(own.advantages.size):
-            pair = batch.row_pairs[row, t]
-            position = batch.head_positions[batch.pair_rows[pair]]
-            at = int(np.flatnonzero(own.trajectory.response_mask)[t])
-            assert batch.pair_targets[pair] == tokens[at]
-            assert batch.packing.token_ids[position] == tokens[at - 1]
-            assert batch.packing.position_ids[position] == at - 1
-    # the last response token is only ever a target
-    assert all(inputs_of(own)[0].size == own.trajectory.num_tokens - 1 for own in items)
 
 
 def test_a_trajectory_longer_than_a_micro_batch_names_the_key_to_raise() -> None:

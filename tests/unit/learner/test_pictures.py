@@ -22,7 +22,9 @@ from rayapp.core.types import Fork, Group, Prompt
 from rayapp.learner.families.pictures import PictureReader, split_items
 from rayapp.learner.family import check_family
 from rayapp.learner.memory.plan import plan_learner
-from rayapp.learner.memory.shape import model_shape
+from rayapp.learner.memory.shape import GPUS, model_shape
+from rayapp.learner.memory.speed import step_load, train
+from rayapp.learner.metrics import MfuMeter
 from rayapp.learner.state.checkpoint import begin_save, load_learner
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.learner.state.hf_folder import checkpoint_to_hf
@@ -231,3 +233,25 @@ def test_adapters_have_the_gradient_of_the_padded_forward(models: dict[str, Path
 def test_adapters_with_a_trained_tower_are_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.freeze_vision is false"):
         Config.model_validate({"model": {"freeze_vision": False}, "learner": {"lora": {"rank": 4}}})
+
+
+@pytest.mark.parametrize("freeze_vision", [True, False])
+def test_the_mfu_and_the_plan_count_the_towers_products(models: dict[str, Path], *, freeze_vision: bool) -> None:
+    groups, flops = groups_of("qwen3_vl"), list[float]()
+    with learner_of(models["qwen3_vl"], freeze_vision=freeze_vision, max_tokens_per_microbatch=4096) as learner:
+        shape, config = model_shape(learner.config), learner.config
+        in_tower = sum(p.numel() for name, p in learner.model.causal_lm.named_parameters() if inside_tower(name))
+        for own in (shape, replace(shape, tower_flops=0)):
+            learner.mfu = MfuMeter(shape=own, gpu=replace(GPUS["h100"], tflops=0.5), num_gpus=1)
+            metrics = trial.take_step(learner, groups)
+            flops.append(metrics["perf/tflops_per_gpu"] * metrics["timing_s/learner/forward_backward"] * 1e12)
+
+    shown = {p.sha256: t.token_ids[p.start : p.end] for g in groups for t in g.trajectories for p in t.media}
+    num_tokens = sum(int((ids == PLACEHOLDER).sum()) for ids in shown.values())
+    passes, patches = 1 if freeze_vision else 3, 4
+    assert shape.tower_flops == passes * 2 * in_tower * patches
+    assert flops[0] - flops[1] == pytest.approx(shape.tower_flops * num_tokens, rel=1e-3)
+    load, blind = step_load(config), replace(shape, tower_flops=0)
+    planned = [train(own, config.learner, load, GPUS["h100"], is_compiled=False) for own in (shape, blind)]
+    assert planned[0].flops - planned[1].flops == shape.tower_flops * load.prompts * load.prompt_tokens
+    assert planned[0].seconds > planned[1].seconds

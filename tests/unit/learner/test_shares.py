@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.config.config import Config
+from rayapp.config.config import Config, with_values
 from rayapp.core.types import GroupSummary
 from rayapp.learner.shares import Share, deal, groups_per_minibatch
 from support import make
@@ -34,23 +34,23 @@ def tokens(shares: tuple[Share, ...], summaries: list[GroupSummary]) -> int:
     return sum(PROMPT + int(summaries[s.position].num_response_tokens[s.start : s.stop].sum()) for s in shares)
 
 
-def test_a_plug_in_loss_may_pull_at_trajectories_without_an_advantage() -> None:
+BEYOND_THE_GROUP = ("gdpo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "mine")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"adv_estimator": name} for name in BEYOND_THE_GROUP),
+        {"policy_loss": "mine"},
+        {"kl_loss_coef": 0.1},
+        {"entropy_coef": 0.1},
+    ],
+)
+def test_groups_of_equal_rewards_teach_where_something_pulls_without_an_advantage(changes: dict[str, Any]) -> None:
     equal = [summary(position, [10, 10], rewards=[1.0, 1.0]) for position in range(2)]
-    assert not config().pulls_at_zero_advantage
-    assert config(policy_loss="mine").pulls_at_zero_advantage
-    assert all(tokens(shares, equal) for shares in deal(equal, config(policy_loss="mine"), 2))
-
-
-@pytest.mark.parametrize("estimator", ["gdpo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "mine"])
-def test_groups_of_equal_rewards_teach_under_estimators_that_look_beyond_the_group(estimator: str) -> None:
-    equal = [summary(position, [10, 10], rewards=[1.0, 1.0]) for position in range(2)]
-
-    looking = config().model_copy(
-        update={"algorithm": config().algorithm.model_copy(update={"adv_estimator": estimator})}
-    )
 
     assert not all(tokens(shares, equal) for shares in deal(equal, config(), 2))
-    assert all(tokens(shares, equal) for shares in deal(equal, looking, 2))
+    assert all(tokens(shares, equal) for shares in deal(equal, with_values(config(), algorithm=changes), 2))
 
 
 @given(num_groups=st.integers(1, 200), num_minibatches=st.integers(1, 9))
@@ -70,15 +70,11 @@ def test_every_trajectory_goes_to_exactly_one_rank(
     groups: list[list[int]], num_ranks: int, num_minibatches: int
 ) -> None:
     summaries = [summary(position, sizes) for position, sizes in enumerate(groups)]
-    shares = deal(summaries, config().model_copy(update={"train": _train(num_minibatches)}), num_ranks)
+    shares = deal(summaries, with_values(config(), train={"num_minibatches": num_minibatches}), num_ranks)
     assert len(shares) == num_ranks
     dealt = [(s.position, i) for mine in shares for s in mine for i, _ in enumerate(groups[s.position]) if s.has(i)]
     assert sorted(dealt) == [(position, i) for position, sizes in enumerate(groups) for i in range(len(sizes))]
     assert all(len({s.position for s in mine}) == len(mine) for mine in shares)
-
-
-def _train(num_minibatches: int) -> Any:
-    return config().train.model_copy(update={"num_minibatches": num_minibatches})
 
 
 @given(groups=GROUPS, num_ranks=st.integers(1, 9))

@@ -17,7 +17,7 @@ from rayapp.core.types import Trajectory
 from rayapp.learner.step import PolicyLearner
 from rayapp.learner.supervised import supervised_loss, supervised_step
 from support import make
-from support.learners import learner_alone
+from support.learners import learner_alone, whole_weights
 
 
 @contextmanager
@@ -51,33 +51,20 @@ def padded(model: Path, rows: list[Trajectory]) -> tuple[float, dict[str, np.nda
         labels[i, : ids.numel()] = torch.where(torch.from_numpy(row.response_mask), ids, -100)
     loss = reference(input_ids=tokens, attention_mask=(tokens != 0).long(), labels=labels).loss
     loss.backward()
-    return float(loss), {name: p.grad.numpy() for name, p in reference.named_parameters()}
+    return float(loss), {f"causal_lm.{name}": p.grad.numpy() for name, p in reference.named_parameters()}
 
 
-def weights(learner: PolicyLearner) -> dict[str, np.ndarray]:
-    named = learner.model.causal_lm.named_parameters()
-    return {name: parameter.full_tensor().detach().numpy().copy() for name, parameter in named}  # type: ignore[attr-defined]
-
-
-def test_the_loss_is_that_of_transformers_on_the_padded_batch(tiny_model: Path) -> None:
+def test_a_step_is_that_of_adamw_on_the_loss_of_transformers_on_the_padded_batch(tiny_model: Path) -> None:
     rows = conversations()
-    with learner_of(tiny_model) as learner:
-        before = supervised_loss(learner, rows)
-        metrics = supervised_step(learner, 1, rows)
-    expected, _ = padded(tiny_model, rows)
-    assert metrics["sft/loss"] == pytest.approx(expected, abs=2e-6)
-    assert before == pytest.approx(expected, abs=2e-6)
-    assert metrics["sft/num_tokens"] == sum(row.num_response_tokens for row in rows)
-
-
-def test_the_step_is_that_of_adamw_on_the_gradient_of_transformers(tiny_model: Path) -> None:
-    rows = conversations()
-    _, gradients = padded(tiny_model, rows)
+    expected, gradients = padded(tiny_model, rows)
     norm = np.sqrt(sum(float((gradient**2).sum()) for gradient in gradients.values()))
     with learner_of(tiny_model) as learner:
-        before = weights(learner)
+        before, loss = whole_weights(learner), supervised_loss(learner, rows)
         metrics = supervised_step(learner, 1, rows)
-        moved = {name: after - before[name] for name, after in weights(learner).items()}
+        moved = {name: after - before[name] for name, after in whole_weights(learner).items()}
+    assert metrics["sft/loss"] == pytest.approx(expected, abs=2e-6)
+    assert loss == pytest.approx(expected, abs=2e-6)
+    assert metrics["sft/num_tokens"] == sum(row.num_response_tokens for row in rows)
     assert metrics["learner/grad_norm"] == pytest.approx(norm, rel=1e-5)
     # AdamW's first step moves each weight by lr against the sign of its gradient.
     for name, gradient in gradients.items():
@@ -87,9 +74,9 @@ def test_the_step_is_that_of_adamw_on_the_gradient_of_transformers(tiny_model: P
 
 def test_adapters_alone_learn_where_there_are_adapters(tiny_model: Path) -> None:
     with learner_of(tiny_model, lora={"rank": 4}) as learner:
-        before = weights(learner)
+        before = whole_weights(learner)
         supervised_step(learner, 1, conversations())
-        moved = {name for name, after in weights(learner).items() if not np.array_equal(after, before[name])}
+        moved = {name for name, after in whole_weights(learner).items() if not np.array_equal(after, before[name])}
     assert moved
     assert all("lora" in name for name in moved)
 

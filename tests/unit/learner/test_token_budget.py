@@ -15,7 +15,6 @@ import torch
 from rayapp.config.config import Config, with_values
 from rayapp.core.errors import LearnerError
 from rayapp.core.machine import available_memory
-from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group
 from rayapp.learner.memory.plan import (
     gathered_bytes,
@@ -30,10 +29,8 @@ from rayapp.learner.memory.token_budget import (
     measure_need,
     memory_meter,
 )
-from rayapp.learner.shares import Share
-from rayapp.learner.step import PolicyLearner
 from support import make
-from support.learners import learner_alone, save_llama
+from support.learners import learner_alone, save_llama, take_step, whole_weights
 from support.timing import takes_at_most_s
 
 MIB = 2**20
@@ -74,19 +71,14 @@ def peak_of_step(config: Config, num_tokens: int) -> int:
     learner_section = config.learner.model_copy(update={"max_tokens_per_microbatch": num_tokens})
     config = config.model_copy(update={"learner": learner_section})
     with learner_alone(config) as (learner, _):
-        take_step(learner, 1, 2 * config.max_model_tokens)  # a short one: it makes the optimizer's moments
+        longest = config.max_model_tokens
+        take_step(learner, groups_of(2 * longest, longest))  # a short one: it makes the optimizer's moments
         with torch.autograd.profiler.profile(profile_memory=True) as profiled:
-            take_step(learner, 2, 2 * num_tokens)
+            take_step(learner, groups_of(2 * num_tokens, longest), 2)
     assert profiled.kineto_results is not None
     events = [event for event in profiled.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(accumulate(changes))
-
-
-def take_step(learner: PolicyLearner, step: int, num_tokens: int) -> None:
-    groups = groups_of(num_tokens, learner.config.max_model_tokens)
-    summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-    learner.train_step(step, summaries, (Share(0),), groups)
 
 
 @pytest.mark.parametrize(
@@ -138,41 +130,23 @@ def test_the_plan_is_what_torch_allocates_in_a_step(wide_model: Path, changes: d
     assert taken == pytest.approx(expected, rel=MAX_PLAN_ERROR)
 
 
-def test_recomputed_activations_leave_room_for_more_tokens(deep_model: Path) -> None:
-    budgets = []
-    for changes in ({}, {"activation_checkpointing": True}):
-        config = config_of(deep_model, **changes)
-        with learner_alone(config) as (learner, ranks):
-            budgets.append(find_token_budget(config, ranks, learner.model, room_bytes=40 * MIB))
-    # Eight layers against one and the inputs of eight (a fortieth of a layer's each, see the plan): over twice as many.
-    assert budgets[0] < budgets[1]
-
-
 def test_a_learner_trains_with_what_it_found_and_nothing_else_has_changed(tiny_model: Path) -> None:
+    groups, found = groups_of(512, 64), []
     with learner_alone(config_of(tiny_model)) as (learner, ranks):
         # A tiny model on this machine: half of what is free is far more than 65536 of its tokens take.
         assert learner.config.learner.token_budget == LARGEST
         assert all(parameter.grad is None for parameter in learner.model.parameters())
-        auto_rng, auto = torch.get_rng_state(), whole_weights(learner)
         assert 0 < free_bytes(ranks, learner.model) < available_memory()
-        after_probe = trained_weights(learner)
-    with learner_alone(config_of(tiny_model, max_tokens_per_microbatch=LARGEST)) as (learner, _):
-        assert torch.equal(auto_rng, torch.get_rng_state())
-        plain = whole_weights(learner)
-        assert all(torch.equal(a, b) for a, b in zip(auto, plain, strict=True))
-        without_probe = trained_weights(learner)
-    assert all(torch.equal(a, b) for a, b in zip(after_probe, without_probe, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(after_probe, plain, strict=True))
-
-
-def trained_weights(learner: PolicyLearner) -> list[torch.Tensor]:
-    """After one step."""
-    take_step(learner, 1, 512)
-    return whole_weights(learner)
-
-
-def whole_weights(learner: PolicyLearner) -> list[torch.Tensor]:
-    return [p.full_tensor().clone() for p in learner.model.parameters()]  # type: ignore[attr-defined]
+    for tokens in ("auto", LARGEST):
+        with learner_alone(config_of(tiny_model, max_tokens_per_microbatch=tokens)) as (learner, _):
+            begun = torch.get_rng_state(), whole_weights(learner)
+            take_step(learner, groups)
+            found.append((*begun, whole_weights(learner)))
+    (auto_rng, auto, after_probe), (plain_rng, plain, without_probe) = found
+    assert torch.equal(auto_rng, plain_rng)
+    assert all((auto[name] == plain[name]).all() for name in plain)
+    assert all((after_probe[name] == without_probe[name]).all() for name in plain)
+    assert not all((after_probe[name] == plain[name]).all() for name in plain)
 
 
 def test_probes_take_a_moment_and_leave_nothing_behind(deep_model: Path) -> None:

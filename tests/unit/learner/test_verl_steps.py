@@ -12,12 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rayapp.config.config import Config
-from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, Trajectory
 from rayapp.extras.verl.importing import import_verl, read_verl
-from rayapp.learner.shares import Share
 from support import make
-from support.learners import learner_alone
+from support.learners import learner_alone, take_step, whole_weights
 
 SCRIPT = """#!/usr/bin/env bash
 group=4
@@ -64,11 +62,8 @@ def trained_here(config: Config, batches: list[list[Group]]) -> dict[str, torch.
     """Return the weights after one training step for each batch."""
     with learner_alone(config) as (learner, _):
         for number, groups in enumerate(batches, start=1):
-            summaries = tuple(summarize_group(group, time_total_s=0.0) for group in groups)
-            learner.train_step(number, summaries, tuple(map(Share, range(len(groups)))), groups)
-        parameters = learner.model.named_parameters()
-        full = {name: getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for name, p in parameters}
-    return {name.rpartition("model.")[2]: weight for name, weight in full.items()}
+            take_step(learner, groups, number)
+        return {name.rpartition("model.")[2]: torch.from_numpy(w) for name, w in whole_weights(learner).items()}
 
 
 class VerlsOwn:

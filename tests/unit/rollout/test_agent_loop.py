@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,13 +23,11 @@ from rayapp.core.errors import (
 )
 from rayapp.core.types import Completion, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.chat import ChatFormat, load_template
-from rayapp.rollout.agent.loop import AgentLoop
-from rayapp.rollout.recorder import AgentLimits, AgentPrompt
+from rayapp.rollout.recorder import AgentPrompt
 from rayapp.testing.engine import ScriptedEngine
 from rayapp.tools.base import RawCall, ToolBase, ToolFailedError, ToolOutput, ToolSchema
-from rayapp.tools.toolset import ToolSet
 from support import make
-from support.hermes import HermesParser
+from support.hermes import call
 
 MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"})
 PARAMETERS = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
@@ -102,32 +99,26 @@ class Counter:
         self.released.append(state)
 
 
-def call(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 @dataclass
 class Bench:
     """A loop and the engine it talks to."""
 
     tokenizer: Any
     tools: Sequence[Any] = (Echo(), Sleeper())
-    limits: AgentLimits = field(default_factory=lambda: AgentLimits(max_response_tokens=500_000))
+    limits: dict[str, int] = field(default_factory=lambda: {"max_response_tokens": 500_000})
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tools = ToolSet(self.tools)
-        self.chat = ChatFormat(self.tokenizer, tools.schemas, template=load_template("chatml_hermes"))
-        self.loop = AgentLoop(chat=self.chat, parser=HermesParser(), tools=tools, limits=self.limits)
+        self.loop = make.agent_loop(self.tokenizer, self.tools, **self.limits)
+        self.chat = self.loop.chat
         self.prompt = AgentPrompt(token_ids=tuple(self.chat.prompt_ids(MESSAGES)), tools_kwargs=self.kwargs)
 
     async def run(self, *turns: str | Sequence[int], max_tokens: int = 400_000) -> tuple[Trajectory, ScriptedEngine]:
         said = iter(turns)
         engine = make.engine(self.tokenizer, lambda request_id, prompt_ids: next(said))
         sampling = SamplingParams(max_tokens=max_tokens)
-        return await self.loop.run(
-            self.prompt, engine=engine, sampling=sampling, request_id=RequestId("group", 0)
-        ), engine
+        asked = {"engine": engine, "sampling": sampling, "request_id": RequestId("group", 0)}
+        return await self.loop.run(self.prompt, **asked), engine
 
     def text(self, token_ids: Sequence[int]) -> str:
         decoded: str = self.tokenizer.decode(list(token_ids), skip_special_tokens=False)
@@ -152,6 +143,10 @@ async def test_turn_after_a_tool_reads_prompt_sampled_tokens_and_results(bench: 
     )
     assert bench.text(played.token_ids[played.response_mask]) == f"{first}<|im_end|>4<|im_end|>"
     assert (played.status, played.completion_text) == (RolloutStatus.COMPLETED, "4")
+    # Per turn, the script's log-probs are -0.5, -0.501, …
+    expected = np.concatenate([-0.5 - np.arange(turn.end - turn.start) / 1000 for turn in played.turns])
+    assert np.allclose(played.rollout_log_probs[played.response_mask], expected)
+    assert not played.rollout_log_probs[~played.response_mask].any()
     assert [turn.calls[0].reward for turn in played.turns if turn.calls] == [0.5]
 
 
@@ -168,15 +163,6 @@ async def test_what_the_loop_builds_is_what_the_template_writes_for_the_whole_co
     ]
     # The template puts a line end after the last turn; the policy does not sample it.
     assert bench.text(played.token_ids) + "\n" == bench.chat.render(told, add_generation_prompt=False)
-
-
-async def test_log_probs_are_the_engines_on_sampled_tokens_and_zero_elsewhere(bench: Bench) -> None:
-    played, _ = await bench.run(call("echo", text="x"), "ok")
-
-    # Per turn, the script's log-probs are -0.5, -0.501, …
-    expected = np.concatenate([-0.5 - np.arange(turn.end - turn.start) / 1000 for turn in played.turns])
-    assert np.allclose(played.rollout_log_probs[played.response_mask], expected)
-    assert not played.rollout_log_probs[~played.response_mask].any()
 
 
 async def test_the_experts_of_each_token_are_those_of_the_turn_that_computed_it(bench: Bench) -> None:
@@ -198,7 +184,6 @@ async def test_the_experts_of_each_token_are_those_of_the_turn_that_computed_it(
 
     first = played.turns[0].end
     assert [asked.num_routed for _, _, asked in scripted.requests] == [0, first - 1]
-    assert played.routed_experts is not None
     assert played.routed_experts.shape == (played.token_ids.size, 1, 2)
     rest = played.token_ids.size - first
     assert played.routed_experts[:, 0, 0].tolist() == [1] * (first - 1) + [2] * rest + [0]
@@ -231,11 +216,7 @@ async def test_calls_of_one_turn_run_side_by_side(chat_tokenizer: Any) -> None:
             "malformed",
             "NaN is not a JSON number",
         ),
-        (
-            '<tool_call>{"name": "echo", "arguments": {"text": -1e999}}</tool_call>',
-            "malformed",
-            "Infinity is not a JSON number",
-        ),
+        ('<tool_call>{"name": "echo", "arguments": {"text": -1e999}}</tool_call>', "malformed", "Infinity is not a"),
         (call("echo", text=10**4000), "malformed", "an integer has 4001 digits"),
         (call("echo", text=list(range(20_000))), "bad_arguments", "more than 5000 values"),
         (call("echo", text="x" * 300_000), "bad_arguments", "longer than 262144 characters"),
@@ -280,6 +261,13 @@ async def test_a_call_quoted_in_a_thought_is_not_run(bench: Bench) -> None:
     assert [record.output for record in calling.calls] == ["2"]
 
 
+async def test_a_good_call_beside_a_malformed_one_is_run(bench: Bench) -> None:
+    played, _ = await bench.run("<tool_call>{</tool_call>" + call("echo", text="fine"), "ok")
+
+    assert [(record.failure, record.output) for record in played.calls][1] == ("", "fine")
+    assert played.calls[0].failure == "malformed"
+
+
 async def test_a_parser_that_fails_is_a_malformed_call(bench: Bench) -> None:
     class Broken:
         def parse(self, text: str) -> tuple[RawCall, ...]:
@@ -306,13 +294,6 @@ async def test_a_template_that_can_not_write_a_result_fails_its_trajectory_only(
 
     assert failed.status is RolloutStatus.ERROR_TASK
     assert "the chat template can't render the tool results or the environment's text: no x" in failed.reward.detail
-
-
-async def test_good_call_beside_a_malformed_one_is_run(bench: Bench) -> None:
-    played, _ = await bench.run("<tool_call>{</tool_call>" + call("echo", text="fine"), "ok")
-
-    assert [(record.failure, record.output) for record in played.calls][1] == ("", "fine")
-    assert played.calls[0].failure == "malformed"
 
 
 @pytest.mark.parametrize(
@@ -350,13 +331,9 @@ async def test_state_is_per_trajectory_and_released_after_success_failure_and_ca
     def hang(request_id: RequestId, prompt_ids: Sequence[int]) -> str:
         raise EngineError("gone")
 
+    engine, sampling = make.engine(chat_tokenizer, hang), SamplingParams(max_tokens=9)
     with pytest.raises(EngineError):
-        await bench.loop.run(
-            bench.prompt,
-            engine=make.engine(chat_tokenizer, hang),
-            sampling=SamplingParams(max_tokens=9),
-            request_id=RequestId("group", 0),
-        )
+        await bench.loop.run(bench.prompt, engine=engine, sampling=sampling, request_id=RequestId("group", 0))
     assert counter.released == [{"n": 10}, {"n": 7}, {"n": 7}]
 
 
@@ -367,19 +344,13 @@ async def test_row_without_what_a_tool_needs_fails_its_trajectory_with_the_reaso
     assert "create_kwargs.start" in played.reward.detail
 
 
-async def test_calls_of_the_last_turn_are_not_run(chat_tokenizer: Any) -> None:
-    bench = Bench(chat_tokenizer, limits=AgentLimits(max_response_tokens=4000, max_assistant_turns=2))
+async def test_calls_of_the_last_turn_and_calls_beyond_the_limit_of_a_turn_are_not_run(chat_tokenizer: Any) -> None:
+    last = Bench(chat_tokenizer, limits={"max_response_tokens": 4000, "max_assistant_turns": 2})
+    ended, _ = await last.run(call("echo", text="1"), call("echo", text="2"))
+    few = Bench(chat_tokenizer, limits={"max_response_tokens": 4000, "max_calls_per_turn": 1})
+    played, _ = await few.run(call("echo", text="1") + call("echo", text="2"), "ok")
 
-    played, _ = await bench.run(call("echo", text="1"), call("echo", text="2"))
-
-    assert (played.status, len(played.calls)) == (RolloutStatus.MAX_TURNS, 1)
-
-
-async def test_calls_beyond_the_limit_of_a_turn_get_an_error(chat_tokenizer: Any) -> None:
-    bench = Bench(chat_tokenizer, limits=AgentLimits(max_response_tokens=4000, max_calls_per_turn=1))
-
-    played, _ = await bench.run(call("echo", text="1") + call("echo", text="2"), "ok")
-
+    assert (ended.status, len(ended.calls)) == (RolloutStatus.MAX_TURNS, 1)
     assert [record.failure for record in played.calls] == ["", "too_many_calls"]
 
 
@@ -389,7 +360,7 @@ async def test_response_limit_covers_turns_and_tool_results(chat_tokenizer: Any)
     suffix += len("\n</tool_response>") + 1 + len("\n") + 1 + len("assistant\n")
     # One byte is one token, a control token is one: after the first turn and its result, three tokens are left.
     limit = len(first) + 1 + suffix + 3
-    bench = Bench(chat_tokenizer, limits=AgentLimits(max_response_tokens=limit))
+    bench = Bench(chat_tokenizer, limits={"max_response_tokens": limit})
 
     played, engine = await bench.run(first, "a long answer")
 
@@ -400,7 +371,7 @@ async def test_response_limit_covers_turns_and_tool_results(chat_tokenizer: Any)
 
 async def test_results_that_leave_no_room_to_answer_are_left_out(chat_tokenizer: Any) -> None:
     first = call("echo", text="x" * 100)
-    bench = Bench(chat_tokenizer, limits=AgentLimits(max_response_tokens=len(first) + 60))
+    bench = Bench(chat_tokenizer, limits={"max_response_tokens": len(first) + 60})
 
     played, _ = await bench.run(first)
 
@@ -422,14 +393,6 @@ async def test_tool_output_can_not_forge_a_turn(bench: Bench) -> None:
     ]
 
 
-async def test_turn_that_was_not_ended_is_ended_by_the_suffix(bench: Bench) -> None:
-    said = bench.tokenizer.encode(call("echo", text="x"))
-    played, engine = await bench.run(said, "ok")
-
-    read = bench.text(engine.requests[1][1][played.turns[0].end :])
-    assert read.startswith("<|im_end|>\n<|im_start|>user")
-
-
 piece = st.one_of(
     st.text(max_size=30),
     st.text(max_size=20).map(lambda text: call("echo", text=text)),
@@ -442,25 +405,13 @@ piece = st.one_of(
 async def test_masked_tokens_are_what_was_sampled_and_nothing_else(
     chat_tokenizer: Any, turns: list[str], limit: int
 ) -> None:
-    bench = Bench(chat_tokenizer, limits=AgentLimits(max_response_tokens=limit, max_assistant_turns=5))
-    sampled: list[list[int]] = []
-
-    class Recorder(ScriptedEngine):
-        async def generate(self, *args: Any) -> Any:
-            completion = await super().generate(*args)
-            sampled.append(completion.token_ids.tolist())
-            return completion
-
-    said = iter([*turns, "end", "end", "end", "end", "end"])
-    engine = Recorder(
-        lambda text: chat_tokenizer.encode(text, add_special_tokens=False),
-        chat_tokenizer.decode,
-        lambda request_id, prompt_ids: next(said),
-        end_id=chat_tokenizer.eos_token_id,
-    )
-    played = await bench.loop.run(
-        bench.prompt, engine=engine, sampling=SamplingParams(max_tokens=500), request_id=RequestId("group", 0)
-    )
+    bench = Bench(chat_tokenizer, limits={"max_response_tokens": limit, "max_assistant_turns": 5})
+    script = [*turns, *["end"] * 5]
+    played, engine = await bench.run(*script, max_tokens=500)
+    sampled = [
+        [*bench.tokenizer.encode(said), bench.tokenizer.eos_token_id][: sampling.max_tokens]
+        for said, (_, _, sampling) in zip(script, engine.requests, strict=False)
+    ]
 
     everything = [token for completion in sampled for token in completion]
     assert played.token_ids[played.response_mask].tolist() == everything

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable
@@ -19,6 +20,9 @@ from rayapp.core.errors import InputError
 from rayapp.core.types import Trajectory
 from rayapp.rollout import demonstrations
 from rayapp.rollout.demonstrations import read_demonstrations
+from rayapp.storage.base import hash_bytes
+from rayapp.storage.models.tokenizer import load_tokenizer
+from support.picture_models import picture, save_picture_model
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -137,16 +141,17 @@ def test_longer_rows_are_left_out_and_counted_where_that_is_asked_for(read: Read
         read(long, drops=True)
 
 
-def test_a_model_without_a_chat_template_says_so_with_the_row(read: Read) -> None:
-    with pytest.raises(
-        InputError, match=r"the row has messages, but the model has no chat template .*agent.chat_template"
-    ):
-        read({"messages": [ASK, ANSWER]}, template="")
-
-
-def test_a_template_that_refuses_the_messages_is_told_with_the_row(read: Read) -> None:
-    with pytest.raises(InputError, match=r"row 0: the chat template can't render the row's messages.*no users here"):
-        read({"messages": [ASK, ANSWER]}, template="{{ raise_exception('no users here') }}")
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("", r"the row has messages, but the model has no chat template .*agent.chat_template"),
+        ("{{ raise_exception('no users here') }}", "row 0: the chat template can't render .*no users here"),
+        (CHATML.replace("<|im_end|>", ""), "has no token that ends a turn"),
+    ],
+)
+def test_a_chat_template_that_cannot_write_the_row_is_told(read: Read, template: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        read({"messages": [ASK, ANSWER]}, template=template)
 
 
 def test_a_file_that_is_missing_or_no_json_is_named(read: Read, tmp_path: Path) -> None:
@@ -159,28 +164,19 @@ def test_a_file_that_is_missing_or_no_json_is_named(read: Read, tmp_path: Path) 
 
 
 def test_the_tasks_own_demonstrations_end_as_the_policy_ends(read: Read, chat_tokenizer: Any) -> None:
-    config = Config.model_validate(
-        {
-            "tasks": ["sort_numbers", "max_subarray_sum"],
-            "rollout": {"max_completion_tokens": 2000},
-            "warmup": {"num_steps": 1},
-        }
-    )
+    config = {"rollout": {"max_completion_tokens": 2000}, "warmup": {"num_steps": 1}}
+    own = Config.model_validate(config | {"tasks": ["sort_numbers", "max_subarray_sum"]})
     chat_tokenizer.chat_template = CHATML
     try:
-        rows = read_demonstrations(config, ()).rows
+        rows = read_demonstrations(own, ()).rows
     finally:
         chat_tokenizer.chat_template = None
     assert len(rows) == 24
     assert text(chat_tokenizer, rows[0], learned=False).endswith("```python\ndef sort_numbers(xs):")
     assert text(chat_tokenizer, rows[0], learned=True).startswith("\n    n = len(xs)")
     assert all(row.completion_text.endswith("\n```") for row in rows)
-
-
-def test_tasks_without_demonstrations_are_named(read: Read) -> None:
-    config = Config.model_validate({"tasks": ["sort_numbers_reworded"], "warmup": {"num_steps": 1}})
     with pytest.raises(InputError, match=r"these tasks have no demonstrations: .*sort_numbers_reworded"):
-        read_demonstrations(config, ())
+        read_demonstrations(Config.model_validate(config | {"tasks": ["sort_numbers_reworded"]}), ())
 
 
 def test_a_turn_ends_at_a_special_token_that_has_no_role(
@@ -221,7 +217,11 @@ def test_a_token_id_that_the_model_does_not_have_is_named(read: Read, wrong: Any
         read({"token_ids": [5, 6], "response_mask": ["no", True]})
 
 
-CALLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"  # noqa: E501
+ARGUMENTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def calling(arguments: Any) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def calling(arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("arguments", [{"t": "a"}, '{"t": "a"}', ' {"t":"a"} '])
 def test_arguments_of_a_call_are_learned_as_data(read: Read, chat_tokenizer: Any, arguments: Any) -> None:
-    (row,) = read(calling(arguments), template=CALLS).rows
+    (row,) = read(calling(arguments), template=ARGUMENTS).rows
 
     assert text(chat_tokenizer, row, learned=True) == '{"t": "a"}<|im_end|>'
 
@@ -239,14 +239,7 @@ def test_arguments_of_a_call_are_learned_as_data(read: Read, chat_tokenizer: Any
 @pytest.mark.parametrize("arguments", ["t=a", '["a"]', '{"t": '])
 def test_arguments_that_are_no_json_are_refused_by_row(read: Read, arguments: str) -> None:
     with pytest.raises(InputError, match=r"row 0: messages\[1\]\.tool_calls\[0\].* is not the JSON of an object"):
-        read(calling(arguments), template=CALLS)
-
-
-def test_a_template_without_a_token_that_ends_a_turn_is_refused(read: Read) -> None:
-    endless = CHATML.replace("<|im_end|>", "")
-
-    with pytest.raises(InputError, match="has no token that ends a turn"):
-        read({"messages": [ASK, ANSWER]}, template=endless)
+        read(calling(arguments), template=ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +250,44 @@ def test_a_quoted_tag_in_a_content_is_never_torn_into_a_thought(read: Read, chat
 
     (learned,) = read(row).rows
     assert text(chat_tokenizer, learned, learned=True) == f"{content}<|im_end|>"
-    tearing = CALLS.replace("{{ m.content or '' }}", "{{ (m.content or '').split('</think>')[-1] }}")
+    tearing = ARGUMENTS.replace("{{ m.content or '' }}", "{{ (m.content or '').split('</think>')[-1] }}")
     with pytest.raises(InputError, match="takes a </think> in its content for the end of a thought"):
         read(row, template=tearing)
+
+
+def pictured_rows(tmp_path: Path, *rows: Any, **data: Any) -> tuple[Any, demonstrations.Demonstrations]:
+    """Read rows as a model that reads pictures does. Return its tokenizer and the demonstrations."""
+    model = save_picture_model(tmp_path / "model", "qwen2_5_vl")
+    (tmp_path / "blue.png").write_bytes(picture((0, 0, 255)))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    warmup = {"num_steps": 1, "files": [str(tmp_path / "rows.jsonl")], "max_tokens": 300}
+    config = Config.model_validate({"model": {"path": str(model)}, "warmup": warmup, "data": data})
+    return load_tokenizer(config.model), read_demonstrations(config, config.warmup.files)
+
+
+def test_pictures_of_a_conversation_are_read_and_not_learned(tmp_path: Path) -> None:
+    red = f"data:image/png;base64,{base64.b64encode(picture(size=(112, 56))).decode()}"
+    asked = [{"role": "user", "content": "<image>Which?"}, ANSWER, {"role": "user", "content": "And <image>?"}, SECOND]
+    tokenizer, found = pictured_rows(
+        tmp_path, {"messages": asked, "images": [red, "blue.png"]}, {"messages": [ASK, ANSWER]}
+    )
+
+    with_pictures, plain = found.rows
+    assert text(tokenizer, with_pictures, learned=True) == "4<|im_end|>6<|im_end|>"
+    told = text(tokenizer, with_pictures, learned=False)
+    assert told.count("<|vision_start|>" + "<|image_pad|>" * 8 + "<|vision_end|>Which?") == 1
+    assert told.count("And <|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>?") == 1
+    wide, blue = picture(size=(112, 56)), picture((0, 0, 255))
+    assert [each.sha256 for each in with_pictures.media] == [hash_bytes(wide), hash_bytes(blue)]
+    assert found.pictures == {hash_bytes(wide): wide, hash_bytes(blue): blue}
+    assert plain.media == ()
+
+
+def test_rows_whose_pictures_cannot_be_placed_are_named(read: Read, tmp_path: Path) -> None:
+    conversation = {"messages": [ASK, ANSWER], "images": ["blue.png"]}
+    with pytest.raises(InputError, match=r"rows\.jsonl: row 0: the row has images, which need a model"):
+        read(conversation)
+    with pytest.raises(InputError, match="row 0: the row has images, which need messages"):
+        pictured_rows(tmp_path, {"prompt": "2+2=", "completion": "4", "images": ["blue.png"]})
+    with pytest.raises(InputError, match=r"row 0: picture .*lost\.png can't be read"):
+        pictured_rows(tmp_path, conversation | {"images": ["lost.png"]})

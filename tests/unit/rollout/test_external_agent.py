@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import tempfile
 import textwrap
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 
 from rayapp.config.config import Config
@@ -44,18 +44,26 @@ from rayapp.tasks.verdict import PLAIN
 from rayapp.testing.engine import ScriptedEngine
 from support import make
 from support.fake_sandboxes import FakeProvider
+from support.timing import lives, until
 
-ASKS = textwrap.dedent(
+PROGRAM = textwrap.dedent(
     """
-    import json, os, sys, urllib.request
+    import json, os, socket, sys, urllib.error, urllib.request
+    ASKS = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def post(url, key, body):
+        headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+        try:
+            with ASKS.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=240) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
 
     def ask(*messages):
-        url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-        body = json.dumps({"model": os.environ["RAYAPP_MODEL"], "messages": messages}).encode()
-        headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(urllib.request.Request(url, body, headers)) as answer:
-            return json.load(answer)["choices"][0]["message"]
+        told = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
+        asked = {"model": os.environ["RAYAPP_MODEL"], "messages": told}
+        answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"], asked)[1]
+        return answer["choices"][0]["message"]["content"]
     """
 )
 ROW = DataRow(
@@ -139,36 +147,58 @@ def bench(chat_tokenizer: Any) -> Callable[..., Bench]:
     return make
 
 
-def program(tmp_path: Path, text: str) -> list[str]:
-    path = tmp_path / "agent.py"
-    path.write_text(ASKS + textwrap.dedent(text))
-    return [sys.executable, "-I", str(path)]
+BESIDE, INSIDE = False, True
+
+
+@pytest.fixture(params=[BESIDE, INSIDE], ids=["beside the worker", "in a sandbox"])
+def place(request: pytest.FixtureRequest) -> bool:
+    """Where an agent's program runs."""
+    if request.param is INSIDE:
+        request.getfixturevalue("namespaces")
+    return bool(request.param)
+
+
+@asynccontextmanager
+async def running(
+    bench: Bench, text: str, place: bool, *, config: SandboxConfig | None = None, **external: Any
+) -> AsyncIterator[tuple[ExternalAgent, Any]]:
+    """Yield an agent whose program is this text, and a pool of sandboxes, by default the local provider's."""
+    given = {"command": ["python3", "agent.py", "{prompt}"], "timeout_s": 60.0, **external}
+    files = {"agent.py": PROGRAM + textwrap.dedent(text)}
+    async with (
+        open_pool(config or SandboxConfig(), "t") as (sandboxes, _),
+        bench.agent(sandboxes=sandboxes, files=files, inside=place, **given) as agent,
+    ):
+        yield agent, sandboxes
+
+
+async def row_played(bench: Bench, text: str, place: bool, **options: Any) -> Played:
+    """Let a program play the data row."""
+    async with running(bench, text, place, **options) as (agent, sandboxes):
+        played = await bench.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
+        assert agent._gateway.num_sessions == 0
+        return played
 
 
 async def test_a_program_plays_a_data_row_and_the_rows_rule_scores_what_the_policy_said_last(
-    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bench: Any, place: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "the trainer's")
     monkeypatch.setenv("HF_TOKEN", "the trainer's")
-    command = program(
-        tmp_path,
-        """
+    text = """
         told = json.load(open(os.environ["RAYAPP_TASK_FILE"]))
-        first = ask({"role": "user", "content": sys.argv[1]})
-        ask({"role": "user", "content": sys.argv[1]}, first, {"role": "user", "content": "sure?"})
+        first = {"role": "assistant", "content": ask(sys.argv[1])}
+        ask(sys.argv[1], first, "sure?")
         print(told["task"], told["prompt"] == sys.argv[1], os.getcwd() == os.path.realpath(os.environ["HOME"]))
         print(sorted(os.environ))
-        """,
-    )
-    b: Bench = bench("let me think", "#### 42")
-    async with b.agent(command=[*command, "{prompt}"]) as agent:
-        played = await b.row(agent)
+        """
+    played = await row_played(bench("let me think", "#### 42"), text, place, env={"OWN": "1"})
 
-    assert played.first.reward.value == 1.0
-    assert played.first.status is RolloutStatus.COMPLETED
+    assert (played.first.reward.value, played.first.status) == (1.0, RolloutStatus.COMPLETED)
     assert played.first.agent_output.startswith("openai/gsm8k True True\n")
-    assert "AWS_SECRET_ACCESS_KEY" not in played.first.agent_output
-    assert "HF_TOKEN" not in played.first.agent_output
+    assert "'OWN'" in played.first.agent_output
+    for name in ("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "PYTHONPATH"):
+        assert name not in played.first.agent_output
     assert [turn.text for turn in played.first.turns] == ["let me think", "#### 42"]
     path = tmp_path / "step=000001.parquet"
     write_trajectories(path, 1, [played.group])
@@ -177,23 +207,16 @@ async def test_a_program_plays_a_data_row_and_the_rows_rule_scores_what_the_poli
     assert read.prompt.token_ids.size == 0
 
 
-async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(bench: Any, tmp_path: Path) -> None:
-    command = program(
-        tmp_path,
-        """
-        notes = open("notes/read.me").read()
-        said = ask({"role": "user", "content": notes})["content"]
+async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(bench: Any, place: bool) -> None:
+    text = """
+        said = ask(open("notes/read.me").read())
         open("solution.py", "w").write("def double(x):\\n    return " + said)
-        """,
-    )
+        """
     b: Bench = bench("2 * x", "x ** 2")
-    async with (
-        open_pool(SandboxConfig(), "t") as (sandboxes, _),
-        b.agent(command=command, answer_file="solution.py") as agent,
-    ):
+    async with running(b, text, place, answer_file="solution.py") as (agent, sandboxes):
         played = await b.play(problem_of_task(TASK, PLAIN), agent, sandboxes, group_size=2)
 
-    assert played.summary.rewards.tolist() == [1.0, 1.0]
+    assert played.summary.rewards.tolist() == [1.0, 1.0], played.first.reward.detail
     assert played.group.trajectories[0].completion_text == "def double(x):\n    return 2 * x"
     assert played.group.prompt.text.count("twice the integer") == 1
 
@@ -201,58 +224,34 @@ async def test_a_task_gives_its_files_and_scores_the_file_that_the_agent_names(b
 @pytest.mark.parametrize(
     ("text", "detail"),
     [
-        (
-            "ask({'role': 'user', 'content': 'hi'}); sys.exit('no luck')",
-            "the agent's program ended with exit code 1: no luck",
-        ),
-        (
-            "ask({'role': 'user', 'content': 'hi'}); os.kill(os.getpid(), 9)",
-            "the agent's program ended with exit code -9: ",
-        ),
+        ("ask('hi'); sys.exit('no luck')", "the agent's program ended with exit code 1: no luck"),
+        # The first process of a sandbox can't be killed by a signal of its own, so its filter ends it by SIGSYS.
+        ("ask('hi'); os.kill(os.getpid(), 9)", "the agent's program ended with exit code -(9|31): "),
         ("pass", "the agent ended without calling the policy"),
     ],
 )
 async def test_a_program_that_fails_is_a_failed_rollout_without_a_reward(
-    bench: Any, tmp_path: Path, text: str, detail: str
+    bench: Any, place: bool, text: str, detail: str
 ) -> None:
-    b: Bench = bench("#### 42")
-    async with b.agent(command=program(tmp_path, text)) as agent:
-        played = await b.row(agent)
-        assert agent._gateway.num_sessions == 0
+    played = await row_played(bench("#### 42"), text, place)
 
     assert played.first.status is RolloutStatus.ERROR_TASK
+    assert re.fullmatch(detail, played.first.reward.detail)
     assert not played.first.reward.valid
-    assert played.first.reward.detail == detail
     assert played.summary.valid.tolist() == [False]
 
 
-LIMITED = """
-    ask({'role': 'user', 'content': 'hi'})
-    open('answer.txt', 'w').write('#### 42')
-    try: ask({'role': 'user', 'content': 'and?'})
-    except Exception: sys.exit(1)
-"""
-
-
-async def test_a_program_that_fails_after_a_limit_is_scored_by_the_answer_that_it_left(
-    bench: Any, tmp_path: Path
-) -> None:
-    b: Bench = bench("I write it.")
-    async with b.agent(command=program(tmp_path, LIMITED), answer_file="answer.txt", max_turns=1) as agent:
-        played = await b.row(agent)
+async def test_a_program_that_fails_after_a_limit_is_scored_by_the_answer_that_it_left(bench: Any, place: bool) -> None:
+    text = "ask('hi'); open('answer.txt', 'w').write('#### 42'); ask('and?')"
+    played = await row_played(bench("I write it."), text, place, answer_file="answer.txt", max_turns=1)
 
     assert (played.first.status, played.first.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
 
 
-async def test_a_program_that_fails_by_itself_is_scored_where_its_failures_are_the_policys(
-    bench: Any, tmp_path: Path
-) -> None:
+async def test_a_program_that_fails_by_itself_is_scored_where_its_failures_are_the_policys(bench: Any) -> None:
     b: Bench = bench("no JSON")
-    raises = "ask({'role': 'user', 'content': 'hi'}); raise ValueError('no JSON')"
-    async with b.agent(command=program(tmp_path, raises), on_failure="score") as agent:
-        scored = await b.row(agent)
-    async with b.agent(command=program(tmp_path, "raise ValueError"), on_failure="score") as agent:
-        silent = await b.row(agent)
+    scored = await row_played(b, "ask('hi'); raise ValueError('no JSON')", BESIDE, on_failure="score")
+    silent = await row_played(b, "raise ValueError", BESIDE, on_failure="score")
 
     assert (scored.first.reward.valid, scored.first.reward.value) == (True, 0.0)
     assert "ValueError: no JSON" in scored.first.agent_output
@@ -275,48 +274,34 @@ async def test_whatever_an_agent_leaves_in_its_folder_is_no_answer_and_is_remove
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    b: Bench = bench("#### 42")
-    text = f"ask({{'role': 'user', 'content': 'hi'}}); {leave}"
-    async with b.agent(command=program(tmp_path, text), answer_file="answer.txt") as agent:
-        played = await b.row(agent)
+    played = await row_played(bench("#### 42"), f"ask('hi'); {leave}", BESIDE, answer_file="answer.txt")
 
     assert (played.first.reward.valid, played.first.completion_text) == (True, "")
     assert list(scratch.iterdir()) == []
 
 
-async def test_a_function_that_ends_its_process_fails_its_trajectory_alone(bench: Any) -> None:
-    async def leaves(call: AgentCall) -> None:
-        raise SystemExit(3)
-
-    b: Bench = bench("#### 42")
-    async with b.agent(leaves) as agent:
-        played = await b.row(agent)
-
-    assert "SystemExit: 3" in played.first.reward.detail
-
-
 async def test_time_that_is_up_ends_all_processes_whatever_session_they_are_in_and_what_is_there_is_scored(
-    bench: Any, tmp_path: Path
+    bench: Any,
 ) -> None:
-    command = program(
-        tmp_path,
-        """
+    text = """
         import subprocess
         child = subprocess.Popen([sys.executable, "-I", "-c", "import time; time.sleep(600)"], start_new_session=True)
-        ask({"role": "user", "content": "hi"})
+        ask("hi")
         print(os.getpid(), child.pid, flush=True)
         child.wait()
-        """,
-    )
-    b: Bench = bench("#### 42")
-    async with b.agent(command=command, timeout_s=10.0) as agent:
-        played = await b.row(agent)
+        """
+    played = await row_played(bench("#### 42"), text, BESIDE, timeout_s=10.0)
 
-    assert played.first.status is RolloutStatus.MAX_TURNS
-    assert played.first.reward.value == 1.0
+    assert (played.first.status, played.first.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
     pids = [int(pid) for pid in played.first.agent_output.split()]
-    assert len(pids) == 2
-    assert [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"] == []
+    assert [lives(pid) for pid in pids] == [False, False]
+
+
+@pytest.mark.usefixtures("namespaces")
+async def test_time_that_is_up_ends_a_program_in_its_sandbox_too(bench: Any) -> None:
+    played = await row_played(bench("#### 42"), "ask('hi')\nimport time; time.sleep(600)", INSIDE, timeout_s=10.0)
+
+    assert (played.first.status, played.first.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
 
 
 WORKER = """
@@ -331,27 +316,13 @@ asyncio.run(run_program(["sh", "-c", program], folder=folder, env=environment(fo
 
 async def test_a_worker_killed_with_sigkill_takes_its_agents_with_it(tmp_path: Path) -> None:
     worker = await asyncio.create_subprocess_exec(sys.executable, "-c", WORKER, str(tmp_path), cwd=Path.cwd())
-    async with asyncio.timeout(60):
-        while not (tmp_path / "ready").exists():
-            await asyncio.sleep(0.02)
-        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-        worker.kill()
-        await worker.wait()
-        while [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
-            await asyncio.sleep(0.02)
+    await until((tmp_path / "ready").exists)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    worker.kill()
+    await worker.wait()
+    await until(lambda: not any(map(lives, pids)))
 
     assert len(pids) == 2
-
-
-async def test_an_agent_that_runs_out_of_turns_is_scored_on_what_it_has(bench: Any, tmp_path: Path) -> None:
-    command = program(tmp_path, "while True: ask({'role': 'user', 'content': 'hi'})")
-    b: Bench = bench("no", "#### 42")
-    async with b.agent(command=command, max_turns=2) as agent:
-        played = await b.row(agent)
-
-    assert played.first.status is RolloutStatus.MAX_TURNS
-    assert played.first.reward.value == 1.0
-    assert "HTTP Error 400" in played.first.agent_output
 
 
 async def test_an_async_function_plays_with_the_sdk_and_its_helpers_are_branches_of_one_rollout(bench: Any) -> None:
@@ -377,9 +348,12 @@ async def test_an_async_function_plays_with_the_sdk_and_its_helpers_are_branches
     assert played.first.reward.terms["num_turns"] == 3.0
 
 
-async def test_a_function_that_raises_or_returns_nonsense_is_a_failed_rollout(bench: Any) -> None:
+async def test_a_function_that_raises_returns_nonsense_or_ends_its_process_is_a_failed_rollout(bench: Any) -> None:
     async def raises(call: AgentCall) -> str:
         raise KeyError("no such thing")
+
+    async def leaves(call: AgentCall) -> str:
+        raise SystemExit(3)
 
     async def nonsense(call: AgentCall) -> int:
         return 42
@@ -387,6 +361,7 @@ async def test_a_function_that_raises_or_returns_nonsense_is_a_failed_rollout(be
     b: Bench = bench("14")
     for entry, detail in (
         (raises, "the agent failed: KeyError"),
+        (leaves, "SystemExit: 3"),
         (nonsense, "the agent's function returned a int, but must"),
     ):
         async with b.agent(entry) as external:
@@ -407,32 +382,26 @@ class Fails:
         raise self.error
 
 
-async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_any_agent(
-    bench: Any, tmp_path: Path
-) -> None:
-    forever = program(tmp_path, "import time\ntry: ask({'role': 'user', 'content': 'hi'})\nfinally: time.sleep(600)")
+async def test_an_engine_that_fails_ends_the_agent_at_once_and_is_told_as_for_any_agent(bench: Any) -> None:
     b: Bench = bench("unused")
-    async with b.agent(command=forever) as agent:
+    forever = "import time\ntry: ask('hi')\nfinally: time.sleep(600)"
+    async with running(b, forever, BESIDE) as (agent, _):
         played = await b.row(agent, engine=Fails(EngineError("out of memory")))
         with pytest.raises(StaleVersionError):
             await b.row(agent, engine=Fails(StaleVersionError("it has version 3")))
 
-    assert played.first.status is RolloutStatus.ERROR_ENGINE
-    assert played.first.reward.detail == "out of memory"
+    assert (played.first.status, played.first.reward.detail) == (RolloutStatus.ERROR_ENGINE, "out of memory")
 
 
-async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, tmp_path: Path) -> None:
+async def test_a_file_that_leads_out_of_the_agents_folder_is_not_written(bench: Any, place: bool) -> None:
     b: Bench = bench("x")
-    async with b.agent(command=program(tmp_path, "")) as agent:
-        start = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})
-        played = await agent.play(
-            replace(problem_of_row(ROW, AnswerRewards()), agent_start=start),
-            engine=b.engine(),
-            sampling=SamplingParams(max_tokens=2000),
-            request_id=RequestId("group", 3, 0),
-        )
+    start = AgentStart(messages=ROW.messages, files={"../../escaped": "x"})
+    problem = replace(problem_of_row(ROW, AnswerRewards()), agent_start=start)
+    async with running(b, "", place) as (agent, sandboxes):
+        first = (await b.play(problem, agent, sandboxes)).first
 
-    assert "leads out of the agent's folder" in played.reward.detail
+    assert first.status is RolloutStatus.ERROR_TASK
+    assert ("can't be written" if place else "leads out of the agent's folder") in first.reward.detail
 
 
 def test_the_end_of_what_a_program_writes_is_kept() -> None:
@@ -456,46 +425,27 @@ def test_arguments_are_filled_in_once() -> None:
     assert call.filled_in("--task={prompt} at {url}{x}") == "--task=what is {url} {prompt}? at http://here{x}"
 
 
+AN_AGENT = {"name": "external_agent", "external": {"command": ["a"]}}
+INSIDE_ONE = {"name": "external_agent", "external": {"command": ["a"], "inside": True}}
+OF_MCP = {"providers": [{"type": "mcp", "url": "http://h/mcp"}]}
+
+
 @pytest.mark.parametrize(
-    ("values", "problem"),
+    ("agent", "more", "problem"),
     [
-        ({"agent": {"name": "external_agent"}}, "neither a command nor an entry"),
-        (
-            {"agent": {"name": "external_agent", "external": {"command": ["a"], "entry": "b:c"}}},
-            "both a command and an entry",
-        ),
-        ({"agent": {"external": {"command": ["a"]}}}, "agent.name is auto, which doesn't use it"),
-        (
-            {"agent": {"name": "external_agent", "external": {"entry": "a:b", "inside": True}}},
-            "only a command can run in a sandbox",
-        ),
-        (
-            {
-                "agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}},
-                "sandbox": {"providers": [{"type": "mcp", "url": "http://h/mcp"}]},
-            },
-            "the agent can't reach the policy from sandboxes of mcp. Use only local, e2b and daytona",
-        ),
-        (
-            {"agent": {"name": "external_agent", "external": {"command": ["a"], "inside": True}}},
-            "sandbox.lease_ttl_s is 600, but an agent inside a sandbox needs a lease of",
-        ),
-        (
-            {
-                "agent": {"name": "external_agent", "external": {"command": ["a"]}},
-                "learner": {"share_prefixes": False},
-            },
-            "whose trajectories may fork, and learner.share_prefixes is false",
-        ),
-        (
-            {"agent": {"name": "external_agent", "tool_file": "t.yaml", "external": {"command": ["a"]}}},
-            "an external agent has tools of its own",
-        ),
+        ({"name": "external_agent"}, {}, "neither a command nor an entry"),
+        ({"name": "external_agent", "external": {"command": ["a"], "entry": "b:c"}}, {}, "both a command and an entry"),
+        ({"external": {"command": ["a"]}}, {}, "agent.name is auto, which doesn't use it"),
+        ({**INSIDE_ONE, "external": {"entry": "a:b", "inside": True}}, {}, "only a command can run in a sandbox"),
+        (INSIDE_ONE, {"sandbox": OF_MCP}, "from sandboxes of mcp. Use local in"),
+        (INSIDE_ONE, {}, "sandbox.lease_ttl_s is 600, but an agent inside a sandbox needs a lease of"),
+        (AN_AGENT, {"learner": {"share_prefixes": False}}, "may fork, and learner.share_prefixes is false"),
+        ({**AN_AGENT, "tool_file": "t.yaml"}, {}, "an external agent has tools of its own"),
     ],
 )
-def test_settings_that_contradict_are_refused(values: dict[str, Any], problem: str) -> None:
+def test_settings_that_contradict_are_refused(agent: dict[str, Any], more: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        Config.model_validate(values)
+        Config.model_validate({"agent": agent, **more})
 
 
 @pytest.mark.parametrize(
@@ -525,76 +475,6 @@ async def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
         await agent.prompt(problem_of_row(row, AnswerRewards()))
 
 
-INSIDE = textwrap.dedent(
-    """
-    import json, os, socket, sys, urllib.error, urllib.request
-    ASKS = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def post(url, key, body):
-        headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
-        try:
-            with ASKS.open(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=240) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)
-
-    def ask(text):
-        messages = [{"role": "user", "content": text}]
-        return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", os.environ["OPENAI_API_KEY"],
-                    {"model": "any", "messages": messages})[1]["choices"][0]["message"]["content"]
-    """
-)
-
-
-@asynccontextmanager
-async def inside(
-    bench: Bench, text: str, *, config: SandboxConfig | None = None, **external: Any
-) -> AsyncIterator[tuple[ExternalAgent, Any]]:
-    """An agent whose program runs in a sandbox, by default the local provider's."""
-    given = {"command": ["python3", "agent.py", "{prompt}"], "timeout_s": 60.0, **external}
-    files = {"agent.py": INSIDE + textwrap.dedent(text)}
-    async with (
-        open_pool(config or SandboxConfig(), "t") as (sandboxes, _),
-        bench.agent(sandboxes=sandboxes, files=files, inside=True, **given) as agent,
-    ):
-        yield agent, sandboxes
-
-
-@pytest.mark.usefixtures("namespaces")
-async def test_a_program_in_its_sandbox_that_fails_after_a_limit_is_scored_by_the_answer_that_it_left(
-    bench: Any,
-) -> None:
-    text = """
-        ask("hi")
-        open("answer.txt", "w").write("#### 42")
-        ask("and?")
-        """
-    b: Bench = bench("I write it.")
-    async with inside(b, text, answer_file="answer.txt", max_turns=1) as (agent, sandboxes):
-        played = await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
-
-    assert (played.first.status, played.first.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
-
-
-@pytest.mark.usefixtures("namespaces")
-async def test_a_program_in_its_sandbox_reaches_the_policy_and_its_file_is_scored(bench: Any) -> None:
-    text = """
-        told = json.load(open(os.environ["RAYAPP_TASK_FILE"]))
-        said = ask(open("notes/read.me").read())
-        open("solution.py", "w").write("def double(x):\\n    return " + said)
-        print(told["task"], told["prompt"] == sys.argv[1], os.getuid() != 0, sorted(os.environ))
-        """
-    b: Bench = bench("2 * x", "x ** 2")
-    async with inside(b, text, answer_file="solution.py", env={"OWN": "1"}) as (agent, sandboxes):
-        played = await b.play(problem_of_task(TASK, PLAIN), agent, sandboxes, group_size=3)
-        assert agent._gateway.num_sessions == 0
-
-    assert played.summary.rewards.tolist() == [1.0, 1.0, 1.0], played.first.reward.detail
-    assert played.first.agent_output.startswith("double True True ")
-    assert "'OWN'" in played.first.agent_output
-    assert "PYTHONPATH" not in played.first.agent_output
-
-
 @pytest.mark.usefixtures("namespaces")
 async def test_from_a_sandbox_neither_other_sessions_nor_other_addresses_are_reached(bench: Any) -> None:
     text = """
@@ -621,45 +501,11 @@ async def test_from_a_sandbox_neither_other_sessions_nor_other_addresses_are_rea
         with neighbour._session(b.engine(), SamplingParams(max_tokens=10), "neighbour") as other:
             port = neighbour._gateway.url.rpartition(":")[2]
             command = ["python3", "agent.py", "-", other.id, other.key, port]
-            async with inside(b, text, command=command) as (agent, sandboxes):
-                played = await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
+            played = await row_played(b, text, INSIDE, command=command)
             assert other.tree.turns == []
 
     assert played.first.agent_output.strip() == "[404, 404, 401, 0, 0, 0, 0]", played.first.reward.detail
     assert played.first.num_turns == 1
-
-
-@pytest.mark.usefixtures("namespaces")
-async def test_a_program_in_its_sandbox_that_fails_or_takes_too_long_is_as_one_beside_the_worker(bench: Any) -> None:
-    b: Bench = bench("#### 42")
-    played = []
-    programs = (
-        ("ask('hi'); sys.exit('no luck')", 60.0),
-        ("ask('hi')\nimport time; time.sleep(600)", 10.0),
-        ("pass", 60.0),
-    )
-    for text, timeout_s in programs:
-        async with inside(b, text, timeout_s=timeout_s) as (agent, sandboxes):
-            played.append((await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)).first)
-
-    failed, late, silent = played
-    assert (failed.status, failed.reward.detail) == (
-        RolloutStatus.ERROR_TASK,
-        "the agent's program ended with exit code 1: no luck",
-    )
-    assert (late.status, late.reward.value) == (RolloutStatus.MAX_TURNS, 1.0)
-    assert silent.reward.detail == "the agent ended without calling the policy"
-
-
-@pytest.mark.usefixtures("namespaces")
-async def test_a_file_that_its_sandbox_does_not_take_is_a_failed_rollout(bench: Any) -> None:
-    b: Bench = bench("#### 42")
-    async with inside(b, "ask('hi')") as (agent, sandboxes):
-        agent._files = {"../../escaped": "x"}
-        first = (await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)).first
-
-    assert first.status is RolloutStatus.ERROR_TASK
-    assert "../../escaped' can't be written" in first.reward.detail
 
 
 @pytest.mark.usefixtures("namespaces")
@@ -684,9 +530,9 @@ async def test_a_program_that_floods_its_way_out_harms_its_own_trajectory_alone(
         ask("still there?")
         """
     b: Bench = bench("#### 42")
-    async with inside(b, text) as (agent, sandboxes):
+    async with running(b, text, INSIDE) as (agent, sandboxes):
         first = (await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)).first
-        agent._files = {"agent.py": INSIDE + "ask('hi')"}
+        agent._files = {"agent.py": PROGRAM + "ask('hi')"}
         second = (await b.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)).first
 
     assert first.reward.value == second.reward.value == 1.0, (first.reward.detail, first.agent_output)
@@ -697,7 +543,7 @@ async def test_the_agents_own_files_are_read_once_and_lie_in_its_folder_wherever
     bench: Any, chat_tokenizer: Any, tmp_path: Path
 ) -> None:
     chat_tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "mine.py").write_text(INSIDE + "print(os.getcwd() == os.environ['HOME']); ask('hi')")
+    (tmp_path / "mine.py").write_text(PROGRAM + "print(os.getcwd() == os.environ['HOME']); ask('hi')")
     external = {"command": ["python3", "own/agent.py"], "files": {"own/agent.py": str(tmp_path / "mine.py")}}
     b: Bench = bench("#### 42")
     async with open_pool(SandboxConfig(), "t") as (sandboxes, _):

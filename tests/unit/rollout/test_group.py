@@ -82,26 +82,32 @@ async def run(
 
 
 async def test_a_trajectory_is_prompt_then_completion_and_the_mask_covers_the_completion_only() -> None:
-    group, _ = await run(Engine())
+    group, summary = await run(Engine())
     trajectory = group.trajectories[1]
     assert trajectory.token_ids.tolist() == [5, 9, 7, 7]
     assert trajectory.response_mask.tolist() == [False, False, True, True]
     assert trajectory.rollout_log_probs.tolist() == [0.0, 0.0, -0.5, -0.5]
     assert trajectory.status is RolloutStatus.TRUNCATED
+    (turn,) = trajectory.turns
+    assert (turn.text, trajectory.completion_text, turn.start, turn.end) == ("xx", "xx", 2, 4)
+    assert set(summary.reward_terms) == {"pass_rate", "seed"}, "and no numbers of tools"
 
 
-async def test_a_coding_tasks_completion_is_the_engines_text_and_records_no_numbers_of_tools() -> None:
-    group, summary = await run(Engine())
-    (turn,) = group.trajectories[0].turns
-    assert (turn.text, group.trajectories[0].completion_text, turn.start, turn.end) == ("x", "x", 2, 3)
-    assert set(summary.reward_terms) == {"pass_rate", "seed"}
+LATE = "vllm-server-0.generate did not answer within 600 s"
 
 
-async def test_an_engine_that_fails_one_request_costs_one_trajectory() -> None:
-    group, summary = await run(Engine(fail={0: EngineError("refused")}))
+@pytest.mark.parametrize("error", [EngineError("refused"), DeadlineError(LATE)])
+async def test_an_engine_that_fails_one_request_or_misses_its_own_deadline_costs_one_trajectory(
+    error: Exception,
+) -> None:
+    group, summary = await run(Engine(fail={0: error}))
     assert [t.status for t in group.trajectories[:2]] == [RolloutStatus.ERROR_ENGINE, RolloutStatus.TRUNCATED]
+    assert group.trajectories[0].reward.detail == str(error)
     assert summary.valid.tolist() == [False, True, False, True]  # index 2 writes three characters: its sandbox died
     assert summary.failure_kinds == ("engine", "", "sandbox_gone", "")
+    # An invalid verdict shows no reward.
+    assert summary.rewards.tolist() == [0.0, 2.0, 0.0, 4.0]
+    assert np.isnan(summary.reward_terms["pass_rate"][[0, 2]]).all()
 
 
 @dataclass
@@ -142,23 +148,10 @@ async def test_half_an_answer_that_the_engine_gave_up_is_a_failed_rollout_and_ge
     assert summary.failure_kinds == ("", "", "sandbox_gone", "engine")
 
 
-async def test_an_invalid_verdict_shows_no_reward() -> None:
-    _, summary = await run(Engine())
-    assert summary.rewards.tolist() == [1.0, 2.0, 0.0, 4.0]
-    assert np.isnan(summary.reward_terms["pass_rate"][2])
-
-
 async def test_a_trajectory_that_hangs_is_recorded_at_the_deadline() -> None:
     group, summary = await run(Engine(hang=frozenset({3})), deadline_s=2.0)
     assert group.trajectories[3].reward.failure_kind == "deadline"
     assert summary.valid.tolist() == [True, True, False, False]
-
-
-async def test_a_server_that_misses_its_own_deadline_is_named_and_not_the_groups_deadline() -> None:
-    late = DeadlineError("vllm-server-0.generate did not answer within 600 s")
-    group, summary = await run(Engine(fail={0: late}))
-    assert summary.failure_kinds == ("engine", "", "sandbox_gone", "")
-    assert group.trajectories[0].reward.detail == str(late)
 
 
 @dataclass(frozen=True)

@@ -35,36 +35,8 @@ LOOP_HOLD_S = 0.2
 PIECES = [
     *("<tool_call>", "</tool_call>", '<tool_call>{"name": "say", "arguments": {"text": ', "}}</tool_call>", "<think>"),
     *("</think>", "</tool_response>", "<|im_end|>", "<|im_start|>user\n", "```python\n", "```", "~~~", "`", " ", "\n"),
-    *(
-        "def double(x):",
-        "\n    return x",
-        "x",
-        ".a",
-        "(",
-        "[",
-        "{",
-        '"',
-        "'",
-        '"""',
-        "\\",
-        "import os",
-        "lambda x:",
-        ", ",
-    ),
-    *(
-        "#### ",
-        "7",
-        "9" * 400,
-        "1e999",
-        "NaN",
-        "-Infinity",
-        '"\\ud800"',
-        "\x00",
-        "\x1b[2J",
-        "\u202e",
-        "é",
-        "\U0001f600",
-    ),
+    *("def double(x):", "\n    return x", "x", ".a", "(", "[", "{", '"', "'", '"""', "\\", "import os", "lambda x:"),
+    *("#### ", "7", "9" * 400, "1e999", "NaN", "-Infinity", '"\\ud800"', "\x00", "\x1b[2J", "\u202e", "\U0001f600"),
     *("<script>", "{{", "{% for %}", "=1;", "a=", "@", "not ", "if x else ", ", ", "é"),
 ]
 HOSTILE = st.lists(
@@ -124,21 +96,15 @@ async def play(tokenizer: Any, turns: list[str], result: str) -> Trajectory:
     said = iter([*turns, "done"])
     engine = make.engine(tokenizer, lambda request_id, prompt_ids: next(said))
     prompt = AgentPrompt(token_ids=tuple(loop.chat.prompt_ids(messages)))
-    return await loop.run(
-        prompt, engine=engine, sampling=SamplingParams(max_tokens=100_000), request_id=RequestId("group", 0)
-    )
+    sampling = SamplingParams(max_tokens=100_000)
+    return await loop.run(prompt, engine=engine, sampling=sampling, request_id=RequestId("group", 0))
 
 
 def shown(folder: Path, tokenizer: Any) -> str:
     """Return everything that the page requests, as it is sent."""
     source = open_source(str(folder))
-    return json.dumps(
-        [
-            find_groups(Groups(source), GroupFilter(), Page()),
-            read_group(source, 1, 0),
-            read_trajectory(source, 1, 0, 0, tokenizer),
-        ]
-    )
+    found = find_groups(Groups(source), GroupFilter(), Page())
+    return json.dumps([found, read_group(source, 1, 0), read_trajectory(source, 1, 0, 0, tokenizer)])
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -9,7 +9,7 @@ import numpy as np
 
 from rayapp.core.protocols import OnTokens
 from rayapp.core.types import Completion, Picture, Prompt, RequestId, Reward, SamplingParams
-from rayapp.engine.vllm_pictures import check_expansion, engine_prompt
+from rayapp.engine.vllm_pictures import check_expansion, engine_prompt, open_pictures
 from rayapp.rollout.agent.chat import ChatFormat
 from rayapp.rollout.agents import OneTurn
 from rayapp.rollout.group import run_group
@@ -61,7 +61,9 @@ async def test_every_request_and_trajectory_has_the_prompts_pictures_and_the_gro
     assert [(each.media, dict(each.pictures)) for each in engine.seen] == [((SHOWN,), {SHOWN.sha256: red})] * 2
     assert [each.media for each in group.trajectories] == [(SHOWN,)] * 2
     assert group.pictures == {SHOWN.sha256: red}
-    given = engine_prompt(PROMPT.token_ids.tolist(), engine.seen[0], placeholder=3)
+    shown = await open_pictures(engine.seen[0])
+    assert shown[0] is (await open_pictures(engine.seen[1]))[0]
+    given = engine_prompt(PROMPT.token_ids.tolist(), engine.seen[0], shown, placeholder=3)
     assert given["prompt_token_ids"] == [5, 3, 6]
     assert given["multi_modal_uuids"] == {"image": [SHOWN.sha256]}
     assert given["multi_modal_data"]["image"][0].size == (56, 56)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from rayapp.config.config import Config, Source, sources_of
+from rayapp.config.config import Config
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.types import Prompt, Trajectory
 from rayapp.rollout.check import check_inputs
@@ -75,16 +74,6 @@ def test_whoever_asks_in_whatever_order_hears_the_same(ratios: list[float], seed
     expected = {group_id: in_order.place(group_id) for group_id in sorted(ids)}
 
     assert {group_id: any_order.place(group_id) for group_id in ids} == expected
-
-
-def test_a_rare_source_gets_its_turns_too() -> None:
-    assert turns([999, 1], 0, range(10_000)).count(1) == 10
-
-
-def test_turns_are_spread_and_not_one_source_after_the_other() -> None:
-    found = turns([3, 1], 0, range(40))
-
-    assert {later - earlier for earlier, later in pairwise(i for i, each in enumerate(found) if each == 1)} == {4}
 
 
 def test_the_seed_moves_where_the_sequence_begins() -> None:
@@ -209,12 +198,6 @@ def test_a_mistake_in_a_source_is_told_with_its_name(
 ) -> None:
     with pytest.raises(InputError, match=said):
         check_inputs(config_of(tiny_model, {"name": "rows", **source}), training=training)
-
-
-def test_tasks_alone_are_one_source_without_a_name() -> None:
-    config = Config()
-
-    assert sources_of(config) == (Source(name="", ratio=1.0, config=config),)
 
 
 async def test_a_source_has_its_own_judges_which_are_asked_before_anything_is_sampled(

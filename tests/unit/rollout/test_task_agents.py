@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +17,6 @@ from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError, SandboxGoneError
 from rayapp.core.protocols import SandboxProvider, SandboxSource, Task
 from rayapp.core.types import Group, GroupSummary, RolloutStatus, Trajectory
-from rayapp.extras.repositories.task import RepositoryTask
 from rayapp.rollout.agent.build import open_agent_loop
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent
@@ -33,7 +31,7 @@ from rayapp.tasks.verdict import Weights
 from rayapp.tools.base import ToolContext
 from support import make
 from support.fake_sandboxes import FakeProvider
-from support.hermes import HermesParser
+from support.hermes import HermesParser, call
 from support.swe_rows import SOLVED, make_mirrors, row, write
 
 TASK = CodingTask(
@@ -47,10 +45,6 @@ TASK = CodingTask(
 )
 BUG, FIXED = "x ** 2", "x + x"
 WRONG = f"def double(x):\n    return {BUG}\n"
-
-
-def call(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def create(path: str, text: str) -> str:
@@ -136,15 +130,8 @@ async def bench(opened: Callable[..., Any]) -> AsyncIterator[Bench]:
 
 
 def config_of(*overrides: str) -> Config:
-    return load_config(
-        None,
-        [
-            "agent.name=tool_agent",
-            "rollout.max_prompt_tokens=100",
-            "rollout.max_completion_tokens=100",
-            *overrides,
-        ],
-    )
+    short = ["rollout.max_prompt_tokens=100", "rollout.max_completion_tokens=100"]
+    return load_config(None, ["agent.name=tool_agent", *short, *overrides])
 
 
 @pytest.mark.usefixtures("namespaces")
@@ -222,8 +209,6 @@ async def test_two_trajectories_never_share_a_workspace_and_the_verdict_has_one_
             self.made.append(sandbox.id)
             return sandbox
 
-    both = asyncio.Barrier(2)
-
     def script(trajectory: int, turn: int) -> str:
         mine = call("bash", command=f"echo {trajectory} >> mine; cat mine; echo $$ > /tmp/mine-{trajectory}")
         seen = call("python", code="import os; print(sorted(os.listdir('.')), open('mine').read())")
@@ -231,24 +216,6 @@ async def test_two_trajectories_never_share_a_workspace_and_the_verdict_has_one_
 
     provider = Recorded(max_slots=2)
     async with opened(provider) as bench:
-        inner = bench.sandboxes
-
-        @dataclass
-        class Meeting:
-            """Lends sandboxes once two callers hold one at the same time."""
-
-            num: int = 0
-
-            @asynccontextmanager
-            async def lease(self, spec: Any, *, timeout_s: float) -> AsyncIterator[Any]:
-                self.num += 1
-                is_workspace = self.num <= 2
-                async with inner.lease(spec, timeout_s=timeout_s) as sandbox:
-                    if is_workspace:
-                        await both.wait()
-                    yield sandbox
-
-        bench.sandboxes = Meeting()
         played = await bench.play(script, group_size=2)
 
     assert played.summary.rewards.tolist() == [1.0, 1.0]
@@ -469,9 +436,7 @@ def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_s
         check_tasks(config, training=True)
 
 
-def test_tasks_are_played_in_one_turn_unless_the_configuration_says_otherwise() -> None:
-    assert load_config(None, []).agent_name == "single_turn_agent"
-    assert load_config(None, ["agent.name=tool_agent"]).agent_name == "tool_agent"
+def test_a_file_of_tools_is_refused_where_tasks_are_played_in_one_turn() -> None:
     with pytest.raises(ConfigError, match="single_turn_agent plays these tasks, and has no tools"):
         load_config(None, ["agent.tool_file=t.yaml"])
 
@@ -479,7 +444,6 @@ def test_tasks_are_played_in_one_turn_unless_the_configuration_says_otherwise() 
 @pytest.mark.usefixtures("namespaces")
 async def test_an_agent_mends_a_repository_and_hands_in_what_it_changed(bench: Bench) -> None:
     task = load_task("fix_bookings")
-    assert isinstance(task, RepositoryTask)
     mended = task.folder.solution["bookings.py"]
     played = await bench.play(
         [

@@ -27,19 +27,15 @@ from rayapp.core.types import Prompt, RequestId, Reward, Trajectory
 from rayapp.extras.environments.agent import EpisodePlayer, EpisodeTool
 from rayapp.extras.environments.files import EnvironmentTask, OpenEnvEnvironment
 from rayapp.extras.judges.judging import Judging
-from rayapp.rollout.agent.chat import ChatFormat, load_template
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent, OneTurn
 from rayapp.rollout.problem import Agent, Problem, problem_of_environment, problem_of_row, problem_of_task, prompted
-from rayapp.rollout.recorder import AgentLimits
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.verdict import ToolRewards, Weights, verdict
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
-from rayapp.tools.toolset import ToolSet
 from support import make
-from support.hermes import HermesParser
 
 
 class Unreadable:
@@ -195,11 +191,8 @@ class Asked:
 class Bench:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.chat = ChatFormat(tokenizer, [Hostile.schema], template=load_template("chatml_hermes"))
-
-    def loop(self, *tools: ToolBase) -> AgentLoop:
-        limits = AgentLimits(max_response_tokens=2000)
-        return AgentLoop(chat=self.chat, parser=HermesParser(), tools=ToolSet(tools), limits=limits)
+        chat = make.agent_loop(tokenizer, [Hostile(raising(KeyError()), "nowhere")]).chat
+        self.prompt_ids = tuple(chat.prompt_ids(MESSAGES))
 
     async def task(self, act: Act) -> Asked:
         task = OwnTask(act)
@@ -219,7 +212,7 @@ class Bench:
         row = DataRow(messages=MESSAGES, data_source="openai/gsm8k", ground_truth="1", prompt_ids=self.prompt_ids)
 
         async def make_loop(brought: tuple[str, ...]) -> AgentLoop:
-            return self.loop(*tools)
+            return make.agent_loop(self.tokenizer, tools)
 
         agent = LoopAgent(make_loop)
         return Asked(await prompted(problem_of_row(row, rewards), agent), agent)
@@ -235,13 +228,9 @@ class Bench:
             {"name": "e", "folder": ".", "environment": "openenv", "url": "http://e"}
         )
         task = EnvironmentTask(environment=environment, index=0, messages=MESSAGES)
-        loop = self.loop(EpisodeTool(Hostile.schema, timeout_s=30.0))
+        loop = make.agent_loop(self.tokenizer, [EpisodeTool(Hostile.schema, timeout_s=30.0)])
         player = EpisodePlayer(Episodes(act, where), loop, max_prompt_tokens=1000)
         return Asked(await prompted(problem_of_environment(task), player), player)
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        return tuple(self.chat.prompt_ids(MESSAGES))
 
     async def play(self, asked: Asked) -> tuple[Trajectory, ...]:
         def said(request_id: RequestId, ids: Sequence[int]) -> str:

@@ -8,22 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayapp.config.config import Config
-from rayapp.config.loading import load_config
 from rayapp.core.errors import (
-    ConfigError,
     RunFolderError,
-    StorageBucketError,
-    StorageConfigError,
-    StorageCredentialsError,
-    StoragePermissionError,
-    StorageUnreachableError,
     UserError,
 )
 from rayapp.extras.view import groups
@@ -32,11 +24,10 @@ from rayapp.runs.folder import FORMAT, RunFolder, check_format
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.storage.opening import open_storage
-from rayapp.storage.settings import Transfer, settings_from_environment
-from support.ports import free_port
 from support.runs import hostile_group
 from support.storage.faulty_proxy import Fault
-from support.storage.threads import ProxyThread, wait_until
+from support.storage.threads import ProxyThread
+from support.timing import wait_until
 
 BUCKET = "runs"
 
@@ -65,40 +56,6 @@ def start(config: Config) -> None:
         pytest.fail("the run started")
 
 
-def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-    quick = replace(settings_from_environment(), transfer=Transfer(max_attempts=2))
-    monkeypatch.setattr("rayapp.storage.opening.settings_from_environment", lambda: quick)
-
-    with pytest.raises(StorageUnreachableError, match=r"did not answer properly in 2 tries.*Check the endpoint"):
-        start(config(tmp_path))
-
-
-def test_a_bucket_that_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(StorageBucketError, match=r"there is no bucket 'nowhere' at .* Create it, or correct its name"):
-        start(config(tmp_path, "s3://nowhere/runs"))
-
-
-def test_a_key_that_may_not_list_and_one_that_may_not_write(proxy: ProxyThread, tmp_path: Path) -> None:
-    proxy.plan = lambda _: Fault.DENIED
-    with pytest.raises(StoragePermissionError, match="They need permission to read, write and list this prefix"):
-        start(config(tmp_path))
-    proxy.plan = lambda seen: Fault.DENIED if seen.method == "PUT" else None
-    with pytest.raises(StoragePermissionError, match="They need permission to read, write and list this prefix"):
-        start(config(tmp_path))
-
-
-def test_a_key_that_has_expired_and_half_of_a_pair(
-    proxy: ProxyThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    proxy.plan = lambda _: Fault.EXPIRED
-    with pytest.raises(StorageCredentialsError, match="the credentials have expired"):
-        start(config(tmp_path))
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(StorageCredentialsError, match="is set but AWS_SECRET_ACCESS_KEY is not"):
-        start(config(tmp_path))
-
-
 def test_a_permission_that_is_taken_away_in_the_middle_stops_nothing(proxy: ProxyThread, tmp_path: Path) -> None:
     with RunFolder.open(config(tmp_path, name="denied")) as folder:
         proxy.plan = lambda seen: Fault.DENIED if seen.method == "PUT" else None
@@ -106,25 +63,6 @@ def test_a_permission_that_is_taken_away_in_the_middle_stops_nothing(proxy: Prox
         wait_until(lambda: folder.storage_metrics()["storage/failed"] > 0)
         assert folder.storage_metrics()["storage/pending_files"] > 0
         proxy.plan = lambda _: None
-
-
-def test_places_that_are_none_are_told_with_the_other_wrong_keys(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("run: {output_dir: 'gs://bucket/x'}\ntrain: {num_steps: 0}\n")
-
-    with pytest.raises(ConfigError) as raised:
-        load_config(file)
-
-    assert "run.output_dir" in str(raised.value)
-    assert "only s3://bucket/prefix and local paths are supported" in str(raised.value)
-    assert "train.num_steps" in str(raised.value)
-
-
-def test_a_model_with_an_impossible_bucket_name(tmp_path: Path) -> None:
-    from rayapp.storage.models.fetch import with_local_model
-
-    with pytest.raises(StorageConfigError, match="is not a bucket name"):
-        with_local_model(Config.model_validate({"model": {"path": "s3://A/b"}}))
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])

@@ -83,8 +83,5 @@ def test_when_nothing_is_good_enough_no_file_is_left(run: Path, tmp_path: Path) 
     with pytest.raises(InputError, match=r"none of the 7 trajectories .* a reward of 2 or more. Lower --min-reward"):
         select_from_run(run, out, Selection(min_reward=2.0))
     assert not list(tmp_path.glob("*best*"))
-
-
-def test_a_folder_without_trajectories_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no recorded steps"):
-        select_from_run(tmp_path, tmp_path / "out.parquet", Selection(min_reward=1.0))
+        select_from_run(tmp_path, out, Selection(min_reward=1.0))

@@ -24,17 +24,14 @@ from rayapp.core.types import FloatArray, GroupSummary
 from rayapp.runs.plots import write_reward_plot
 from rayapp.runs.tracking.console import (
     LEGEND,
-    SUPERVISED_LEGEND,
     LineConsole,
     LiveConsole,
-    duration,
-    sparkline,
     step_line,
 )
 from rayapp.runs.tracking.metrics import JsonlTracker, MismatchWatch, read_metrics, summarize_step, warning_of
 from rayapp.runs.tracking.trackers import RunTracker
 from support import make
-from support.storage.threads import wait_until
+from support.timing import wait_until
 
 ROOT = Path(__file__).parents[3]
 METRICS = {
@@ -87,10 +84,6 @@ def test_each_source_has_its_rewards_its_groups_without_signal_and_its_lengths()
     assert (metrics["source/code/groups/zero_variance"], metrics["source/rows/groups/zero_variance"]) == (0.0, 1.0)
     assert metrics["source/rows/length/response/mean"] == 8.0
     assert metrics["groups/zero_variance"] == 0.5
-
-
-def test_a_run_without_sources_has_the_keys_that_it_always_had() -> None:
-    assert not [key for key in summarize_step([summary()], version=3) if key.startswith("source/")]
 
 
 def test_a_term_that_only_some_trajectories_have_is_averaged_over_those() -> None:
@@ -176,42 +169,37 @@ def test_lines_of_metrics_that_are_no_records_are_left_out(tmp_path: Path) -> No
     assert [record["step"] for record in read_metrics(file)] == [1, 2]
 
 
-def test_a_step_line_has_the_numbers_a_person_reads() -> None:
-    line = step_line(7, 150, METRICS, seconds_left=1716.0)
-
-    assert line == (
-        "step   7/150  reward -0.250  pass rate 0.50  solved 0.12  no signal  50%  entropy 1.50  stale 1"
-        "  tokens/s  231  seconds 12.0  left 29 min"
-    )
+ON_GPUS = {
+    "throughput/tokens_per_s_per_gpu": 1234.0, "eval/trajectories/scored": 637.0, "eval/reward/mean": 0.5,
+    "eval/trajectories/failed": 3.0, "eval/prompts/left_out": 2.0,
+}  # fmt: skip
 
 
-def test_a_step_line_shows_a_dash_for_what_the_step_does_not_have_and_keeps_its_columns() -> None:
-    full, empty = (step_line(7, 150, metrics, seconds_left=None) for metrics in (METRICS, {}))
-
-    assert len(full) == len(empty)
-    assert re.sub(r" +", " ", empty) == (
-        "step 7/150 reward - pass rate - solved - no signal - entropy - stale - tokens/s - seconds - left -"
-    )
-
-
-def test_the_evaluation_before_the_first_step_is_shown() -> None:
-    baseline = step_line(0, 2, {"eval/reward/mean": 0.25, "eval/reward/solved/mean": 0.1}, seconds_left=None)
-    both = step_line(2, 2, METRICS | {"eval/reward/mean": 0.5}, seconds_left=0.0)
-
-    assert baseline == "step 0/2  eval reward +0.250  eval solved 0.10  left -"
-    assert both.endswith("seconds 12.0  eval reward +0.500  eval solved    -  left 0 s")
+WHOLE_LINE = (
+    "step   7/150  reward -0.250  pass rate 0.50  solved 0.12  no signal  50%  entropy 1.50  stale 1"
+    "  tokens/s  231  seconds 12.0  left 29 min"
+)
+EMPTY_LINE = (
+    "step   7/150  reward      -  pass rate    -  solved    -  no signal    -  entropy    -  stale -"
+    "  tokens/s    -  seconds    -  left -"
+)
 
 
-def test_the_labels_of_supervised_steps_are_explained_before_the_first_of_them() -> None:
-    stream = io.StringIO()
-    console = LineConsole(4, stream)
-    for step in (1, 2):
-        console.log(step, {"sft/loss": 2.0, "sft/entropy": 1.0, "timing_s/step": 10.0})
-
-    legend, first, second = stream.getvalue().splitlines()
-    assert legend == SUPERVISED_LEGEND
-    assert "loss 2.000" in first
-    assert "loss 2.000" in second
+@pytest.mark.parametrize(
+    ("step", "metrics", "seconds_left", "said"),
+    [
+        (7, METRICS, 1716.0, WHOLE_LINE),
+        (7, {}, None, EMPTY_LINE),
+        (0, {"eval/reward/mean": 0.25}, None, "step   0/150  eval reward +0.250  eval solved    -  left -"),
+        (2, METRICS | ON_GPUS, 7500.0, "tokens/s/GPU 1234"),
+        (2, METRICS | ON_GPUS, 7500.0, "eval scored  637  eval failed    3  eval prompts left out    2"),
+        (2, METRICS | ON_GPUS, 7500.0, "left 2 h 05 min"),
+    ],
+)
+def test_a_step_line_has_the_numbers_that_a_person_reads(
+    step: int, metrics: dict[str, float], seconds_left: float | None, said: str
+) -> None:
+    assert said in step_line(step, 150, metrics, seconds_left=seconds_left)
 
 
 def test_a_run_that_is_silent_says_what_it_waits_for_and_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,16 +212,6 @@ def test_a_run_that_is_silent_says_what_it_waits_for_and_how_far_it_is(monkeypat
     console.close()
 
     assert re.match(r"step 1: rollout \d s, 2 groups with 16 completions done, 6 in generation\n", stream.getvalue())
-
-
-def test_a_step_on_gpus_and_an_evaluation_show_their_own_numbers() -> None:
-    more = {"throughput/tokens_per_s_per_gpu": 1234.0, "eval/trajectories/scored": 637.0, "eval/reward/mean": 0.5}
-
-    lost = {"eval/trajectories/failed": 3.0, "eval/prompts/left_out": 2.0}
-    line = step_line(2, 2, METRICS | more | lost, seconds_left=0.0)
-
-    assert "tokens/s/GPU 1234" in line
-    assert "eval scored  637  eval failed    3  eval prompts left out    2" in line
 
 
 def test_on_eighty_columns_the_time_left_stays_in_one_piece() -> None:
@@ -259,21 +237,6 @@ def test_the_time_left_is_the_mean_of_the_last_steps_times_the_steps_left() -> N
     lefts = [line.split("left ")[1] for line in lines]
 
     assert lefts == ["30 s", "30 s"]  # 3 steps of 10 s; 2 steps of 15 s
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, "-"), (0, "0 s"), (89.4, "89 s"), (90, "2 min"), (7500, "2 h 05 min")],
-)
-def test_durations_read_as_a_person_says_them(seconds: float | None, text: str) -> None:
-    assert duration(seconds) == text
-
-
-def test_a_sparkline_spans_its_own_extremes_and_keeps_the_last_values() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"  # 0.5 * 7 = 3.5 rounds to the even 4
-    assert sparkline([3.0, 3.0]) == "▁▁"
-    assert sparkline([9.0, 0.0, 1.0], width=2) == "▁█"
 
 
 def test_the_live_display_shows_step_phase_reward_and_time_left() -> None:
@@ -418,20 +381,11 @@ def test_the_plot_is_a_picture_of_what_was_logged(tmp_path: Path) -> None:
     data = (tmp_path / "rewards.png").read_bytes()
     assert data.startswith(b"\x89PNG")
     assert len(data) > 10_000
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"]
-
-
-def test_a_run_without_a_step_has_no_plot_and_one_that_can_not_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    write_reward_plot(tmp_path)
-    (tmp_path / "metrics.jsonl").touch()
-    write_reward_plot(tmp_path)
-    assert not (tmp_path / "rewards.png").exists()
-
-    JsonlTracker(tmp_path / "metrics.jsonl").log(1, METRICS)
+    (tmp_path / "rewards.png").unlink()
     (tmp_path / "rewards.png").mkdir()
     with pytest.raises(IsADirectoryError):
         write_reward_plot(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "rewards.png"], "nothing half-written"
 
 
 def test_a_run_without_signal_warns_once_and_says_so_again_when_it_ends() -> None:
@@ -448,16 +402,22 @@ def test_a_run_without_signal_warns_once_and_says_so_again_when_it_ends() -> Non
     assert "warning: 6 of 7 steps had no signal" in stream.getvalue().removeprefix(during)
 
 
-@pytest.mark.parametrize(("shares", "is_warned"), [([0, 0, 0], True), ([0, 0, 0, 0.1], False), ([0, 0], False)])
-def test_the_page_warns_while_the_last_steps_have_no_signal(shares: list[float], is_warned: bool) -> None:
-    assert bool(warning_of([{"step": 0.0}, *({"learner/share_computed": share} for share in shares)])) == is_warned
+WITH_KL = {"learner/share_computed": 1.0, "reward/std": 0.0}
+"""A step whose rewards are all equal, although a KL is computed."""
 
 
-def test_a_step_whose_rewards_are_all_equal_has_no_signal_although_a_kl_is_computed_unless_a_teacher_teaches() -> None:
-    with_kl = {"learner/share_computed": 1.0, "reward/std": 0.0}
-
-    assert warning_of([with_kl] * 3)
-    assert not warning_of([with_kl | {"distillation/kl": 0.5}] * 3)
+@pytest.mark.parametrize(
+    ("steps", "is_warned"),
+    [
+        ([{"learner/share_computed": 0.0}] * 3, True),
+        ([*[{"learner/share_computed": 0.0}] * 3, {"learner/share_computed": 0.1}], False),
+        ([{"learner/share_computed": 0.0}] * 2, False),
+        ([WITH_KL] * 3, True),
+        ([WITH_KL | {"distillation/kl": 0.5}] * 3, False),  # the teacher teaches
+    ],
+)
+def test_the_page_warns_while_the_last_steps_have_no_signal(steps: list[dict[str, float]], is_warned: bool) -> None:
+    assert bool(warning_of([{"step": 0.0}, *steps])) == is_warned
 
 
 def test_a_difference_between_engine_and_learner_that_grows_after_a_sync_is_said_once() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +64,8 @@ async def test_local_objects_come_back_and_are_listed_in_order(storage: Storage,
     assert await storage.get_bytes("x/2") == b"alpha"
     assert (await storage.get_file("x/1", tmp_path / "one")).num_bytes == 3
     assert not await storage.exists("x")
+    with pytest.raises(StorageError, match="4 bytes"):
+        await storage.get_bytes("x/2", max_bytes=4)
 
 
 async def test_of_many_local_creators_exactly_one_wins(storage: Storage) -> None:
@@ -87,28 +88,44 @@ async def test_a_local_copy_that_is_not_what_was_expected_leaves_no_file(storage
     assert list((tmp_path / "to").iterdir()) == []
 
 
-async def test_a_small_read_refuses_a_large_object(storage: Storage) -> None:
-    await storage.put_bytes(b"12345", "a")
-
-    with pytest.raises(StorageError, match="4 bytes"):
-        await storage.get_bytes("a", max_bytes=4)
-
-
-async def test_a_local_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+async def test_places_that_cannot_be_stored_in_or_from_say_so(storage: Storage, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "none").mkdir()
 
-    async with open_storage(str(tmp_path / "file")) as storage:
+    async with open_storage(str(tmp_path / "file")) as at_a_file:
         with pytest.raises(StorageError, match="file"):
-            await storage.check()
+            await at_a_file.check()
+    with pytest.raises(StorageNotFoundError, match="no files"):
+        await put_folder(tmp_path / "none", storage)
 
 
-async def test_a_folder_comes_back_whole(storage: Storage, folder: Path, tmp_path: Path) -> None:
+async def test_a_folder_comes_back_whole_and_files_that_are_here_already_are_not_read_again(
+    storage: Storage, folder: Path, tmp_path: Path
+) -> None:
     written = await put_folder(folder, storage)
-    read = await get_folder(storage, tmp_path / "back")
 
-    assert read == written
+    assert await get_folder(storage, tmp_path / "back") == written
     assert (tmp_path / "back" / "deep" / "b.bin").read_bytes() == bytes(range(256))
     assert sorted(written.files) == ["a.txt", "deep/b.bin"]
+    await storage.delete("a.txt")
+    await get_folder(storage, tmp_path / "back")
+
+
+async def test_other_content_is_written_only_when_asked_to_and_meanwhile_the_folder_has_no_manifest(
+    storage: Storage, folder: Path, tmp_path: Path
+) -> None:
+    broken = Breaking(tmp_path / "store", 0)
+    await put_folder(folder, storage)
+    await put_folder(folder, broken)  # the same folder again writes nothing
+    (folder / "a.txt").write_text("other")
+
+    with pytest.raises(StorageExistsError, match="overwrite"):
+        await put_folder(folder, storage)
+    with pytest.raises(StorageError, match="went away"):
+        await put_folder(folder, broken, overwrite=True)
+    assert await read_manifest(storage) is None
+    await put_folder(folder, storage, overwrite=True)
+    assert await storage.get_bytes("a.txt") == b"other"
 
 
 async def test_a_folder_whose_upload_broke_does_not_count_and_can_be_finished(folder: Path, tmp_path: Path) -> None:
@@ -123,34 +140,6 @@ async def test_a_folder_whose_upload_broke_does_not_count_and_can_be_finished(fo
     assert len((await get_folder(broken, tmp_path / "back")).files) == 2
 
 
-async def test_other_content_is_written_only_when_asked_to(storage: Storage, folder: Path) -> None:
-    await put_folder(folder, storage)
-    (folder / "a.txt").write_text("other")
-
-    with pytest.raises(StorageExistsError, match="overwrite"):
-        await put_folder(folder, storage)
-    await put_folder(folder, storage, overwrite=True)
-
-    assert await storage.get_bytes("a.txt") == b"other"
-
-
-async def test_while_a_folder_is_replaced_it_has_no_manifest(folder: Path, tmp_path: Path) -> None:
-    await put_folder(folder, LocalStorage(tmp_path / "store"))
-    (folder / "a.txt").write_text("other")
-    broken = Breaking(tmp_path / "store", 0)
-
-    with pytest.raises(StorageError):
-        await put_folder(folder, broken, overwrite=True)
-
-    assert await read_manifest(broken) is None
-
-
-async def test_putting_the_same_folder_again_writes_nothing(folder: Path, tmp_path: Path) -> None:
-    await put_folder(folder, LocalStorage(tmp_path / "store"))
-
-    await put_folder(folder, Breaking(tmp_path / "store", 0))
-
-
 async def test_a_damaged_file_is_found_when_the_folder_is_read(storage: Storage, folder: Path, tmp_path: Path) -> None:
     await put_folder(folder, storage)
     await storage.put_bytes(b"alphb", "a.txt")
@@ -159,34 +148,24 @@ async def test_a_damaged_file_is_found_when_the_folder_is_read(storage: Storage,
         await get_folder(storage, tmp_path / "back")
 
 
-async def test_files_that_are_here_already_are_not_read_again(storage: Storage, folder: Path, tmp_path: Path) -> None:
-    await put_folder(folder, storage)
-    await get_folder(storage, tmp_path / "back")
-    await storage.delete("a.txt")
-
-    await get_folder(storage, tmp_path / "back")
+OUTSIDE = '{"format": 1, "files": {"../../etc/passwd": {}}}'
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "files": {"../../etc/passwd": {}}}', "{"])
-async def test_a_manifest_that_is_none_is_refused(storage: Storage, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        *((text, StorageCorruptError, "") for text in ("", "[]", "{}", "{")),
+        (OUTSIDE, StorageConfigError, ""),
+        ('{"format": 2, "files": {}}', StorageError, "this version of rayapp reads only format 1"),
+    ],
+)
+async def test_a_manifest_that_is_none_or_newer_is_refused(
+    storage: Storage, text: str, error: type[Exception], said: str
+) -> None:
     await storage.put_bytes(text.encode(), MANIFEST)
 
-    with pytest.raises((StorageCorruptError, StorageConfigError)):
+    with pytest.raises(error, match=said):
         await read_manifest(storage)
-
-
-async def test_a_manifest_of_a_newer_version_is_named(storage: Storage) -> None:
-    await storage.put_bytes(json.dumps({"format": 2, "files": {}}).encode(), MANIFEST)
-
-    with pytest.raises(StorageError, match="this version of rayapp reads only format 1"):
-        await read_manifest(storage)
-
-
-async def test_an_empty_folder_is_not_stored(storage: Storage, tmp_path: Path) -> None:
-    (tmp_path / "none").mkdir()
-
-    with pytest.raises(StorageNotFoundError, match="no files"):
-        await put_folder(tmp_path / "none", storage)
 
 
 def test_locations_are_taken_apart() -> None:

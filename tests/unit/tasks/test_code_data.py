@@ -89,7 +89,9 @@ async def test_a_row_whose_own_solution_fails_its_tests_is_named(tmp_path: Path)
 
 
 async def test_one_odd_row_among_many_is_named_and_the_others_are_written(tmp_path: Path) -> None:
-    odd = [{"input_output": '{"inputs": null, "outputs": null}'}, {"solutions": "no JSON"}]
+    odd = [
+        {"input_output": '{"inputs": null, "outputs": null}'}, {"solutions": "no JSON"}, {"input_output": "{}"}
+    ]  # fmt: skip
     examples = [APPS] * 20 + [APPS | fields for fields in odd] + [APPS] * 20
     source = write(tmp_path / "raw.jsonl", *examples)
     job = Preparation(name="apps", source=source, out=str(tmp_path / "out"), max_bad_ratio=0.1, check_references=False)
@@ -97,7 +99,7 @@ async def test_one_odd_row_among_many_is_named_and_the_others_are_written(tmp_pa
     (report,) = await prepare(job)
 
     assert report.num_written == 40
-    assert [line.partition(":")[0] for line in report.bad] == ["line 21", "line 22"]
+    assert [line.partition(":")[0] for line in report.bad] == ["line 21", "line 22", "line 23"]
 
 
 async def test_a_row_whose_own_solution_is_a_lambda_is_kept(tmp_path: Path) -> None:
@@ -108,11 +110,6 @@ async def test_a_row_whose_own_solution_is_a_lambda_is_kept(tmp_path: Path) -> N
     (report,) = await prepare(job)
 
     assert (report.num_written, report.bad) == (1, [])
-
-
-def test_an_example_without_tests_says_so() -> None:
-    with pytest.raises(InputError, match="no tests"):
-        apps_row({"question": "?", "input_output": "{}"}, 0, "train", "apps")
 
 
 def test_tests_beyond_a_megabyte_are_left_out() -> None:
@@ -176,12 +173,8 @@ def test_a_benchmark_that_cannot_be_read_says_why(source: str, why: str, tmp_pat
         load_tasks([source.format(**files)])
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "why"),
-    [("gsm8k", "is not a benchmark"), ("humaneval", "its prompt has"), ("mbpp=/none", "there is no file /none")],
-)
 def test_rayapp_eval_asks_the_benchmark_in_place_of_the_configs_data(
-    benchmark: str, why: str, tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "run.yaml"
     # HumanEval's longest prompts exceed this limit, which is reported before anything starts: so the benchmark was
@@ -191,9 +184,9 @@ def test_rayapp_eval_asks_the_benchmark_in_place_of_the_configs_data(
         "rollout: {max_prompt_tokens: 100, max_completion_tokens: 100}\n"
     )
 
-    assert run(["eval", str(config), "--benchmark", benchmark]) == 2
+    assert run(["eval", str(config), "--benchmark", "humaneval"]) == 2
 
-    assert why in capsys.readouterr().err.replace("\n", " ")
+    assert "its prompt has" in capsys.readouterr().err
 
 
 async def test_humaneval_is_prepared_from_its_package(tmp_path: Path) -> None:
@@ -215,8 +208,6 @@ CPP_SUM = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::
         ("codecontests", {"solutions": {"language": [3, 2], "solution": [SUM, CPP_SUM]}}, "cpp", CPP_SUM),
         ("codecontests", {"solutions": {"language": [3], "solution": [SUM]}}, "C++17", ""),
         ("taco", {"solutions": json.dumps([CPP_SUM]), "language": "C++"}, "", CPP_SUM),
-        ("taco", {"solutions": json.dumps([CPP_SUM]), "language": "C++"}, "cpp", CPP_SUM),
-        ("taco", {}, "cpp", ""),
     ],
 )
 @pytest.mark.usefixtures("namespaces")
@@ -253,11 +244,7 @@ def test_a_language_that_is_not_known_or_that_a_data_set_does_not_have_is_refuse
     raw = write(tmp_path / "raw.jsonl", MBPP)
     for name, language, why in (
         ("taco", "cobol", "unknown language 'cobol': known are python, cpp, c,"),
-        (
-            "mbpp",
-            "cpp",
-            "--language cpp can't be used with mbpp: only apps, taco, codecontests, livecodebench ask for programs",
-        ),
+        ("mbpp", "cpp", "--language cpp can't be used with mbpp"),
     ):
         argv = ["data", "prepare", name, "--source", raw, "--out", str(tmp_path / "out"), "--language", language]
         assert run(argv) == 2

@@ -101,9 +101,6 @@ def test_a_pickle_that_would_run_a_program_is_refused_and_does_not(tmp_path: Any
         with pytest.raises(InputError, match=r"private_test_cases can't be decoded: the pickle must hold exactly"):
             read_tests(json.dumps(livecodebench(encoded(value))))
     assert not (tmp_path / "ran").exists()
-
-
-def test_private_cases_that_are_torn_are_named() -> None:
     with pytest.raises(InputError, match="private_test_cases can't be decoded"):
         read_tests(json.dumps(livecodebench(encoded(json.dumps(CASES))[:-8])))
 
@@ -143,34 +140,21 @@ def test_a_row_that_is_no_problem_says_why(row: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("comparison", "expected", "actual", "is_same"),
     [
-        ("lines", "1\n2\n", "1 \n\n 2", True),
         ("lines", "1\n2", "2\n1", False),
-        ("lines", "0.333333", "0.3333331", True),
         ("lines", "0.3333", "0.334", False),
-        ("lines", "1000000", "1000001", False),
-        ("lines", "-1000000", "-1000001", False),
         ("lines", "1", "1.0", True),
-        ("lines", "1 2.5", "1 2.5000001", True),
-        ("lines", "YES", "yes", False),
         ("lines", "1", "1 1", False),
-        ("lines", "*   *\n * * ", "* *\n* *", False),
-        ("lines", "1   1", "1 1", False),
-        ("lines", "00101", "101", False),
-        ("lines", "0000", "0", False),
-        ("decimals", "*   *", "* *", False),
         ("lines", "1", "nan", False),
         ("lines", "", "", True),
         ("lines", "1e400", "9e999", False),
-        ("decimals", "1.50", "1.5", True),
         ("decimals", "0.333333", "0.3333331", False),
         ("decimals", "1\n\n2", "1\n2", False),
-        ("decimals", "a b ", " a b", True),
-        ("decimals", "1 2", "1  2", True),
     ],
 )
 def test_output_is_compared_as_its_data_set_does(
     comparison: Comparison, expected: str, actual: str, is_same: bool
 ) -> None:
+    """test_graders.py compares with the data sets' own graders; these are outputs that it does not draw."""
     assert same_output(expected, comparison, actual) is is_same
 
 
@@ -194,6 +178,7 @@ def test_values_are_compared_as_json(expected: object, actual: object, is_same: 
     ("assertion", "calls", "right", "wrong"),
     [
         ("f(1, 'a') == [1]", ((1, "a"),), [[1]], [[2]]),
+        ("sum(10, 15) == 6", ((10, 15),), [6], [25]),  # a task's function may have the name of one of Python's
         ("set(f([1, 2])) == set([2, 1])", (([1, 2],),), [[1, 2, 1]], [[1]]),
         ("abs(f(1.5) - 1 / 3) < 1e-6", ((1.5,),), [0.33333333], [0.3]),
         ("math.isclose(f(2), 1.4142, rel_tol=0.001)", ((2,),), [1.414], [1.5]),
@@ -211,7 +196,7 @@ def test_an_assert_is_taken_apart_and_judged_outside(
 
     (test,) = tests.tests
     assert isinstance(test, CallTest)
-    assert (tests.function, test.calls) == ("f", calls)
+    assert (tests.function, test.calls) == ("sum" if "sum" in assertion else "f", calls)
     assert is_held(test.condition, right)
     assert not is_held(test.condition, wrong)
 
@@ -257,14 +242,6 @@ def test_numbers_may_be_printed_with_all_their_digits() -> None:
     printed = "0.30000000000000004\n" * 20_000
     assert len(printed) < test.max_output_bytes
     assert test.is_expected(printed)
-
-
-def test_a_function_may_have_the_name_of_one_of_pythons() -> None:
-    tests = mbpp_tests(["assert sum(10, 15) == 6"], "")
-
-    (test,) = tests.tests
-    assert isinstance(test, CallTest)
-    assert (tests.function, test.calls) == ("sum", ((10, 15),))
 
 
 @pytest.mark.parametrize(

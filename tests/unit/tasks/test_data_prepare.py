@@ -13,11 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayapp.cli.main import run
-from rayapp.core.errors import InputError, StorageBucketError, StorageExistsError
-from rayapp.extras.s3.storage import s3_client
-from rayapp.storage.folders import get_folder
-from rayapp.storage.opening import open_storage
-from rayapp.storage.settings import settings_from_environment
+from rayapp.core.errors import InputError
 from rayapp.tasks.data.downloads import OwnColumns
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.rows import extract_solution, geometry3k_row, gsm8k_row
@@ -169,37 +165,16 @@ def test_a_geometry_problem_whose_images_do_not_match_its_marks_is_refused() -> 
         geometry3k_row({"problem": "<image>?", "answer": "1", "images": []}, 0, "train", "x")
 
 
-def test_the_command_prints_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_what_it_wrote_and_refuses_other_data_sets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["data", "prepare", "gsm8k", "--source", str(FOLDER), "--out", str(tmp_path / "out"), "--limit", "5"]
 
     assert run(arguments) == 0
 
     assert "train.parquet: 5 rows written, 0 rows could not be mapped" in capsys.readouterr().out
-
-
-def test_the_command_refuses_other_data_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["data", "prepare", "imagenet", "--out", str(tmp_path)]) == 2
     assert "Choose one of gsm8k, geometry3k" in capsys.readouterr().err
-
-
-async def test_data_is_written_to_and_read_from_s3(
-    s3_environment: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAYAPP_S3_PRESET", "minio")
-    job = Preparation(name="gsm8k", source=str(FOLDER), out="s3://datasets/gsm8k", limit=5)
-    with pytest.raises(StorageBucketError):
-        await prepare(job)
-    async with s3_client(settings_from_environment()) as client:
-        await client.create_bucket(Bucket="datasets")
-
-    await prepare(job)
-    await prepare(job)  # the same content again is no error
-    with pytest.raises(StorageExistsError):
-        await prepare(Preparation(name="gsm8k", source=str(FOLDER), out="s3://datasets/gsm8k", limit=6))
-    async with open_storage("s3://datasets/gsm8k") as storage:
-        await get_folder(storage, tmp_path / "back")
-
-    assert len(read(tmp_path / "back" / "train.parquet")) == 5
 
 
 def own_rows(tmp_path: Path, *options: str) -> list[dict[str, Any]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ import pytest
 from rayapp.core.errors import InputError
 from rayapp.core.types import Media, Picture
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import MAX_PIXELS, compact, from_data_uri
+from rayapp.storage.media import compact, from_data_uri
 from rayapp.tasks.data.pictures import PictureFiles, PictureRows, with_parts
 from rayapp.tasks.data.preparing import Preparation, prepare
 from rayapp.tasks.data.reading import ReadOptions, TrainingData, open_data
-from support.picture_models import picture
+from support.picture_models import bomb, picture
 
 PLACEHOLDER = 7
 
@@ -99,29 +97,13 @@ def test_lines_of_json_name_pictures_beside_the_file(tmp_path: Path, column: str
     assert opened(tmp_path / "in" / "rows.jsonl", tmp_path).row(0).prompt_ids == (7, 7, 7, 7, 1)
 
 
-def test_without_marks_the_pictures_come_first_in_the_users_message_as_in_trl() -> None:
+def test_without_marks_the_pictures_come_first_in_the_users_message_and_without_pictures_a_mark_is_text() -> None:
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}
+    marked = {"role": "user", "content": "Close the tag <image>."}
 
-    assert with_parts([system, user], 1) == (
-        system, {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
-    )  # fmt: skip
-
-
-def test_a_mark_in_a_row_without_pictures_is_text() -> None:
-    message = {"role": "user", "content": "Close the tag <image>."}
-
-    assert with_parts([message], 0) == (message,)
-
-
-def bomb() -> bytes:
-    """A PNG of few bytes that says it has more pixels than are allowed."""
-    side = int(MAX_PIXELS**0.5) + 100
-    head = struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    first = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}
+    assert with_parts([system, user], 1) == (system, first)  # as in TRL
+    assert with_parts([marked], 0) == (marked,)
 
 
 def test_rows_with_unusable_pictures_are_left_out_and_counted_with_their_reasons(tmp_path: Path) -> None:
@@ -155,13 +137,6 @@ def test_a_prompt_is_never_cut_inside_a_picture(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match=r"61 tokens, but rollout\.max_prompt_tokens is 50"):
         opened(path, tmp_path, truncation="left", filter_overlong_prompts=False)
-
-
-def test_a_model_for_text_refuses_a_file_with_pictures(tmp_path: Path) -> None:
-    path = written(tmp_path, row(images=[stored(picture())]))
-
-    with pytest.raises(InputError, match="its rows have images, but the model reads only text"):
-        asyncio.run(open_data([str(path)], ReadOptions(), cache=tmp_path, encode=encode))
 
 
 async def test_rows_of_ones_own_are_prepared_with_the_bytes_of_their_pictures(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self, cast
 
 import numpy as np
@@ -77,39 +78,43 @@ async def score(sandboxes: ScriptedSandboxes, completion: str = GOOD, seed: int 
     return await TASK.score(prompt(), completion, cast(SandboxSource, sandboxes), seed=seed)
 
 
-async def test_right_answers_to_every_test_are_worth_one() -> None:
-    reward = await score(ScriptedSandboxes(expected()))
-
-    assert (reward.value, reward.status, reward.valid) == (1.0, "scored", True)
-    assert reward.terms == {"pass_rate": 1.0, "solved": 1.0, "raised_rate": 0.0}
-
-
 async def test_reward_is_the_share_of_tests_passed_and_the_first_failed_one_is_told() -> None:
     first, second, third, _ = expected()
 
+    right = await score(ScriptedSandboxes(expected()))
     wrong = await score(ScriptedSandboxes([first, "no", second, second]))
     raised = await score(ScriptedSandboxes([first, second, third, IndexError("list index out of range")]))
     floats = await score(ScriptedSandboxes([float(cast(int, value)) for value in expected()]))
+    long = await score(ScriptedSandboxes([first, list(range(10**5)), second, second]))
+    digits = await score(ScriptedSandboxes([first, 10**6000, second, second]))
 
+    assert (right.value, right.status, right.valid) == (1.0, "scored", True)
+    assert right.terms == {"pass_rate": 1.0, "solved": 1.0, "raised_rate": 0.0}
     assert wrong.value == wrong.terms["pass_rate"] == 0.25
     assert re.fullmatch(rf"test 2 of 4: input .*: got 'no', expected {second}", wrong.detail)
     assert (raised.value, raised.status, raised.terms["raised_rate"]) == (0.75, "scored", 0.25)
     assert re.match(r"test 4 of 4: input .*: raised list index out of range, expected ", raised.detail)
     assert (floats.value, floats.terms["solved"]) == (0.0, 0.0), "values of another type"
-
-
-async def test_a_long_or_endless_value_is_told_in_short() -> None:
-    first, *others = expected()
-
-    long = await score(ScriptedSandboxes([first, list(range(10**5)), *others[1:]]))
-    digits = await score(ScriptedSandboxes([first, 10**6000, *others[1:]]))
-
     assert len(long.detail) < 400
     assert "got a number too long to write out" in digits.detail
 
 
-async def test_a_syntax_error_is_told_with_its_line() -> None:
-    assert "line 1" in (await score(ScriptedSandboxes(), "def f(:\n    return 1\n")).detail
+NAME_ERROR = report([], outcome=ExecOutcome.CODE_FAILED, exit_code=1, error="NameError: name 'y' is not defined")
+
+
+@pytest.mark.parametrize(
+    ("ran", "status"),
+    [
+        (NAME_ERROR, "error"),
+        *((report([], outcome=ExecOutcome.CODE_STOPPED, exit_code=-9, stopped_for=each), each) for each in StopCause),
+    ],
+    ids=str,
+)
+async def test_a_definition_that_raises_or_is_stopped_is_named_after_the_cause(ran: CallReport, status: str) -> None:
+    reward = await score(ScriptedSandboxes(ran))
+
+    assert (reward.value, reward.status) == (-1.0, status)
+    assert ran is not NAME_ERROR or reward.detail == NAME_ERROR.exec.error
 
 
 async def test_function_that_raises_on_every_call_is_an_error() -> None:
@@ -121,47 +126,25 @@ async def test_function_that_raises_on_every_call_is_an_error() -> None:
     assert reward.terms["raised_rate"] == 1.0
 
 
-async def test_definition_that_raises_is_an_error() -> None:
-    failed = report([], outcome=ExecOutcome.CODE_FAILED, exit_code=1, error="NameError: name 'y' is not defined")
-
-    reward = await score(ScriptedSandboxes(failed))
-
-    assert (reward.value, reward.status, reward.detail) == (-1.0, "error", "NameError: name 'y' is not defined")
-
-
-@pytest.mark.parametrize("cause", list(StopCause))
-async def test_run_that_had_to_be_stopped_is_named_after_the_cause(cause: StopCause) -> None:
-    stopped = report(expected(), outcome=ExecOutcome.CODE_STOPPED, exit_code=-9, stopped_for=cause)
-
-    reward = await score(ScriptedSandboxes(stopped))
-
-    assert (reward.value, reward.status) == (-1.0, cause.value)
-
-
 @pytest.mark.parametrize(
-    ("completion", "status"),
+    ("completion", "status", "told"),
     [
-        ("\n    return (", "syntax_error"),
-        ("\n    return sum([x, x])", "banned"),
-        ("\n    return getattr(x, str(x))", "banned"),
+        ("def f(:\n    return 1\n", "syntax_error", "line 1"),
+        ("\n    return sum([x, x])", "banned", "sum"),
+        ("\n    return getattr(x, str(x))", "banned", "getattr"),
+        ("", "no_code", ""),
     ],
 )
-async def test_code_that_must_not_run_never_reaches_a_sandbox(completion: str, status: str) -> None:
+async def test_code_that_must_not_run_never_reaches_a_sandbox(completion: str, status: str, told: str) -> None:
+    task = TASK if completion else TASK.model_copy(update={"prompt_format": "chat"})
     sandboxes = ScriptedSandboxes()
+    asked = replace(prompt(), prefill=task.answer_prefix if completion else "")
 
-    reward = await score(sandboxes, completion)
+    reward = await task.score(asked, completion or "I would double it.", cast(SandboxSource, sandboxes), seed=0)
 
     assert (reward.value, reward.status, reward.valid) == (-1.0, status, True)
+    assert told in reward.detail
     assert sandboxes.specs == []
-
-
-async def test_answer_without_the_function_has_no_code() -> None:
-    chat = TASK.model_copy(update={"prompt_format": "chat"})
-    empty = Prompt(task="double", text="", token_ids=np.zeros(1, np.int32))
-
-    reward = await chat.score(empty, "I would double it.", cast(SandboxSource, ScriptedSandboxes()), seed=0)
-
-    assert (reward.value, reward.status) == (-1.0, "no_code")
 
 
 async def test_sandbox_that_fails_is_replaced_once() -> None:

@@ -67,24 +67,6 @@ async def test_what_is_lost_stays_lost() -> None:
         assert len(provider.created) == 1
 
 
-async def test_who_comes_first_is_served_first() -> None:
-    order: list[int] = []
-    provider = FakeProvider(latency_s=0.001)
-    async with workspace_of(provider, a="text") as workspace:
-
-        async def note(number: int) -> None:
-            async def work(sandbox: Sandbox) -> None:
-                await look(sandbox)
-                order.append(number)
-
-            await workspace.use(work)
-
-        async with asyncio.TaskGroup() as group:
-            for number in range(5):
-                group.create_task(note(number))
-    assert order == list(range(5))
-
-
 @pytest.mark.parametrize(
     ("asked", "memory_mib"),
     [(AgentPrompt(token_ids=()).spec, 256), (SandboxSpec(memory_mib=128), 256), (SandboxSpec(memory_mib=512), 512)],

@@ -82,16 +82,6 @@ def test_a_digest_is_taken_from_the_cache_without_asking(store: Store, folder: P
         taken(store, f"{host}/name:1")
 
 
-def test_a_tag_that_moves_is_another_image(store: Store, folder: Path) -> None:
-    with RegistryStub(folder).running() as host:
-        first = taken(store, f"{host}/name:1")
-        write_oci(folder, [BIG, layer(entry("other", ""))])
-        second = taken(store, f"{host}/name:1")
-
-    assert first.tree != second.tree
-    assert len(store.images()) == 2
-
-
 def test_two_processes_that_pull_an_image_share_one_download(store: Store, folder: Path) -> None:
     stub = RegistryStub(folder, wait=threading.Event())
     with stub.running() as host:
@@ -99,7 +89,6 @@ def test_two_processes_that_pull_an_image_share_one_download(store: Store, folde
         children = [subprocess.Popen(argv) for _ in range(2)]
         while stub.asked.total() < 2:
             time.sleep(0.02)
-        assert stub.wait is not None
         stub.wait.set()
         assert [child.wait(60) for child in children] == [0, 0]
     largest = max(folder.glob("blobs/sha256/*"), key=lambda path: path.stat().st_size)
@@ -116,7 +105,6 @@ def test_a_killed_pull_leaves_nothing_that_looks_whole(store: Store, folder: Pat
         time.sleep(0.1)
         child.send_signal(signal.SIGKILL)
         child.wait()
-        assert stub.wait is not None
         stub.wait.set()
         assert store.images() == []
 

@@ -15,13 +15,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError, InputError, RewardFailedError
+from rayapp.config.loading import to_yaml
+from rayapp.core.errors import ConfigError, InputError, RewardFailedError, RunFolderError
+from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Prompt, Reward
 from rayapp.extras.judges.judging import Judges, Judging
 from rayapp.extras.judges.questions import harmless, read_answer
 from rayapp.rollout.check import check_data
+from rayapp.rollout.sources import answer_rewards
+from rayapp.runs.folder import check_same_training
+from rayapp.runs.tracking.metrics import summarize_step
+from rayapp.tasks.answers import Answer, score_answer
+from support import make
 from support.stubs.judge_stub import JudgeStub
 
 RUBRIC = {"right": "It is right.", "short": "It is short."}
@@ -76,14 +84,9 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             kind = judge.get("kind", "rubric")
             section = {"name": "quality", "base_url": f"{url}/v1", "model": "m", "timeout_s": 5}
             section |= {"rubric": RUBRIC} if kind != "reward_model" else {}
-            config = Config.model_validate(
-                {
-                    "run": {"output_dir": str(tmp_path)},
-                    "tasks": ["rows.parquet"],
-                    "judges": [section | judge],
-                    "reward": {"judges": {"quality": weight}, "verdict_weight": verdict_weight},
-                }
-            )
+            reward = {"judges": {"quality": weight}, "verdict_weight": verdict_weight}
+            own = {"run": {"output_dir": str(tmp_path)}, "tasks": ["rows.parquet"], "reward": reward}
+            config = Config.model_validate({**own, "judges": [section | judge]})
             judges = Judges(config.judges, num_sharing=num_sharing)
             try:
                 yield Desk(stub, judges, judges.of(config.reward), tmp_path / "run")
@@ -109,15 +112,9 @@ async def test_the_weighted_mean_of_the_criteria_is_added_to_the_weighted_verdic
 
 
 async def test_what_judges_cost_is_summed_in_metrics_and_what_they_say_is_a_mean(desk: Any) -> None:
-    from rayapp.core.trajectories import summarize_group
-    from rayapp.core.types import Group, Trajectory
-    from rayapp.runs.tracking.metrics import summarize_step
-
     async with desk() as at:
         rewards = [await at.score(text) for text in ("ab", "abcdef")]
-    ids, mask = np.arange(2, dtype=np.int32), np.array([False, True])
-    members = tuple(Trajectory.of_tokens(ids, mask, reward=reward) for reward in rewards)
-    group = Group(group_id=0, prompt=PROMPT, trajectories=members)
+    group = make.group(*(make.trajectory([0, 1], reward=reward) for reward in rewards))
     metrics = summarize_step([summarize_group(group, time_total_s=1.0)], version=0)
 
     assert metrics["reward/judge/quality/mean"] == pytest.approx(0.4)
@@ -170,7 +167,6 @@ async def test_a_judge_with_reference_reads_the_rows_ground_truth(desk: Any) -> 
         without = await at.score("fortytwo", prompt=replace(PROMPT, ground_truth=None))
 
     assert (without.valid, without.failure_kind) == (False, "judge_reference")
-
     assert "\n42\n=== END REFERENCE ANSWER" in at.stub.bodies[0]["messages"][1]["content"]
 
 
@@ -432,15 +428,8 @@ async def test_a_key_that_is_not_set_is_told_by_the_name_of_its_variable(desk: A
 
 
 def test_a_row_whose_ground_truth_is_too_long_for_its_judge_is_told_at_the_start(tmp_path: Path) -> None:
-    rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": "6 x 7?"}],
-            "reward_model": {"style": "rule", "ground_truth": truth},
-            "extra_info": {"index": 0},
-        }
-        for truth in ("42", "4" * 70_000)
-    ]
+    asked = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "6 x 7?"}]}
+    rows = [asked | {"reward_model": {"ground_truth": truth}} for truth in ("42", "4" * 70_000)]
     file = str(tmp_path / "rows.parquet")
     pq.write_table(pa.Table.from_pylist(rows), file)
     section = judged(reference=True) | {"tasks": [file]}
@@ -485,8 +474,6 @@ def judged(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_a_judge_that_can_not_be_meant_is_refused_with_the_way_out(config: dict[str, Any], match: str) -> None:
-    from pydantic import ValidationError
-
     with pytest.raises(ValidationError, match=match) as found:
         Config.model_validate(config)
 
@@ -494,10 +481,6 @@ def test_a_judge_that_can_not_be_meant_is_refused_with_the_way_out(config: dict[
 
 
 def test_a_run_goes_on_with_another_server_of_its_judge_but_not_with_another_rubric(tmp_path: Path) -> None:
-    from rayapp.config.loading import to_yaml
-    from rayapp.core.errors import RunFolderError
-    from rayapp.runs.folder import check_same_training
-
     stored = tmp_path / "config.yaml"
     stored.write_text(to_yaml(Config.model_validate(judged())))
 
@@ -507,9 +490,6 @@ def test_a_run_goes_on_with_another_server_of_its_judge_but_not_with_another_rub
 
 
 def test_a_source_without_a_rule_needs_none_where_judges_alone_count() -> None:
-    from rayapp.rollout.sources import answer_rewards
-    from rayapp.tasks.answers import Answer, score_answer
-
     data = {"tasks": ["rows.parquet"]}
     alone = judged() | {"reward": {"judges": {"q": 1.0}, "verdict_weight": 0.0}} | data
     beside = judged() | data

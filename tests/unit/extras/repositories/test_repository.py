@@ -62,23 +62,12 @@ async def test_a_message_of_a_megabyte_costs_a_pattern_no_more_than_its_first_tw
     assert not await holds(partial(all_hold, endless.conditions), [[["ValueError"], "x" * 64]])
 
 
-def test_ten_tasks_ship_each_with_tests_and_a_solution() -> None:
-    tasks = load_source("repositories")
-
-    assert [task.name for task in tasks] == shipped_repositories()
-    assert len(tasks) == 10
-    for task in tasks:
-        assert isinstance(task, RepositoryTask)
-        assert len(task.folder.tests) >= 4
-        assert task.folder.solution
-        assert not task.folder.image
-
-
 @real
 @pytest.mark.parametrize("name", sorted(path.name for path in LIBRARY.iterdir()))
 async def test_the_solution_earns_one_and_the_repository_as_it_is_nothing(sandboxes: SandboxSource, name: str) -> None:
     task = load_task(name)
-    assert isinstance(task, RepositoryTask)
+    assert len(task.folder.tests) >= 4
+    assert not task.folder.image
 
     for answer, worth in ((await task.solve(sandboxes) or "", 1.0), (as_answer({}), 0.0)):
         reward = await score(task, answer, sandboxes)
@@ -87,15 +76,12 @@ async def test_the_solution_earns_one_and_the_repository_as_it_is_nothing(sandbo
 
 @pytest.mark.long  # two minutes, too long for every run
 def test_the_shipped_tasks_are_audited_twenty_times_without_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(load_source("repositories")) == len(shipped_repositories()) == 10
     assert run(["task", "audit", "repositories"]) == 0
     assert "10 tasks audited, 0 with findings" in capsys.readouterr().out
 
 
 FORGED = {
-    "it returns what equals everything": (
-        "class Same(float):\n    __eq__ = lambda *_: True\ndef median(v):\n    return Same()\nmean = median\n"
-    ),
-    "it ends with success": "import os\nos._exit(0)\n",
     "it answers in the harness's name": (
         "import os\nfor n in range(3, 20):\n    try:\n        os.write(n, b'[\"value\",0,[true]]\\n')\n"
         "    except OSError:\n        pass\ndef median(v): return 0\nmean = median\n"
@@ -112,7 +98,6 @@ FORGED = {
 @pytest.mark.parametrize("code", FORGED.values(), ids=FORGED)
 async def test_code_that_meets_no_expected_value_can_forge_none(sandboxes: SandboxSource, code: str) -> None:
     task = load_task("fix_median")
-    assert isinstance(task, RepositoryTask)
 
     reward = await score(task, as_answer({"stats.py": code, "conftest.py": code}), sandboxes)
 
@@ -120,20 +105,22 @@ async def test_code_that_meets_no_expected_value_can_forge_none(sandboxes: Sandb
     assert reward.valid
 
 
+def with_setting(folder: Path, line: str) -> RepositoryTask:
+    toml = folder / "task.toml"
+    toml.write_text(toml.read_text().replace("[verifier]", f"[metadata.rayapp]\n{line}\n\n[verifier]"))
+    return load_repository(folder, "mine")
+
+
 @real
 async def test_only_the_files_that_the_task_names_count(sandboxes: SandboxSource, folder: Path) -> None:
-    toml = folder / "task.toml"
-    toml.write_text(toml.read_text().replace("[verifier]", '[metadata.rayapp]\nanswer = ["other.py"]\n\n[verifier]'))
-    task = load_repository(folder, "mine")
+    task = with_setting(folder, 'answer = ["other.py"]')
 
     assert (await score(task, await task.solve(sandboxes) or "", sandboxes)).value == 0.0
 
 
 @real
 async def test_a_task_may_pay_the_share_of_its_tests(sandboxes: SandboxSource, folder: Path) -> None:
-    toml = folder / "task.toml"
-    toml.write_text(toml.read_text().replace("[verifier]", '[metadata.rayapp]\nscore = "share"\n\n[verifier]'))
-    reward = await score(load_repository(folder, "mine"), as_answer({}), sandboxes)
+    reward = await score(with_setting(folder, 'score = "share"'), as_answer({}), sandboxes)
 
     assert (reward.value, reward.terms["solved"]) == (pytest.approx(0.4), 0.0)
     assert reward.detail.startswith("test_hidden.py::test_an_even_number_of_values: wrong value")
@@ -149,6 +136,8 @@ def spoil(part: str, text: str | None) -> Callable[[Path], None]:
 
     return change
 
+
+hidden = partial(spoil, "tests/test_hidden.py")
 
 TEST_SH = """#!/bin/bash
 if PYTHONPATH=/app python3 -m unittest discover -s /tests -p 'test_*.py'; then echo 1 > /logs/verifier/reward.txt
@@ -171,9 +160,7 @@ def trusted(folder: Path, script: str = TEST_SH) -> RepositoryTask:
     (folder / "tests" / "test.sh").write_text(script)
     (folder / "tests" / "test_outputs.py").write_text(OUTPUTS)
     (folder / "solution" / "solve.sh").write_text("#!/bin/bash\nset -e\ncp /solution/stats.py /app/stats.py\n")
-    task = load_task(f"{folder}?trust_test_scripts=true")
-    assert isinstance(task, RepositoryTask)
-    return task
+    return load_task(f"{folder}?trust_test_scripts=true")  # type: ignore[return-value]
 
 
 @real
@@ -278,14 +265,8 @@ def test_files_that_steer_a_test_runner_stay_as_they_were_unless_the_task_names_
         (spoil("environment/Dockerfile", "FROM python:3\nRUN x\nWORKDIR /srv\n"), "`RUN x`"),
         (spoil("environment/docker-compose.yaml", ""), "it has a docker-compose.yaml"),
         (spoil("tests/test.sh", "#!/bin/bash\n\napt-get update\n"), "tests/test.sh, line 3, `apt-get update`: sand"),
-        (
-            spoil("tests/test.sh", "#!/bin/bash\nuvx pytest /tests\n"),
-            "tests/test.sh, line 2, `uvx pytest /tests`: sandboxes have no",
-        ),
-        (
-            spoil("tests/test.sh", "#!/usr/bin/env -S elvish -norc\necho 1\n"),
-            "tests/test.sh, line 1, `#!/usr/bin/env -S elvish -norc`: this node has no elvish",
-        ),
+        (spoil("tests/test.sh", "#!/bin/bash\nuvx pytest /tests\n"), "line 2, `uvx pytest /tests`: sandboxes have no"),
+        (spoil("tests/test.sh", "#!/usr/bin/env -S elvish -norc\necho 1\n"), "line 1, .*: this node has no elvish"),
     ],
 )
 def test_a_script_that_local_sandboxes_can_not_honour_is_refused_by_its_line(
@@ -297,11 +278,6 @@ def test_a_script_that_local_sandboxes_can_not_honour_is_refused_by_its_line(
 
     with pytest.raises(ConfigError, match=f"task mine needs sandboxes of .*{why}.*local provider"):
         check_tasks(Config.model_validate(config), training=True, has_tokenizer=False)
-
-
-def test_a_script_that_nothing_can_start_is_refused(folder: Path) -> None:
-    with pytest.raises(InputError, match=r"tests/test\.sh can't start: its first line names no program"):
-        trusted(folder, "echo 1 > /logs/verifier/reward.txt\n")
 
 
 def test_a_verifier_with_an_image_of_its_own_needs_that_for_verdicts_alone(folder: Path) -> None:
@@ -340,22 +316,16 @@ def test_a_text_that_hands_nothing_in_is_no_answer(files: str) -> None:
         (spoil("task.toml", "[verifier"), "task.toml is not TOML"),
         (spoil("task.toml", "[verifier]\ntimeout_sec = -1"), "task.toml: .*timeout_sec"),
         (spoil("task.toml", "[metadata.rayapp]\nscores = 1"), "task.toml: .*scores"),
-        (spoil("tests/test_hidden.py", "def check(): ..."), "it has no hidden tests"),
-        (spoil("tests/test_hidden.py", "def test_x(:"), "tests/test_hidden.py is not Python"),
+        (hidden("def check(): ..."), "it has no hidden tests"),
+        (hidden("def test_x(:"), "tests/test_hidden.py is not Python"),
         (
-            spoil("tests/test_hidden.py", "def test_x():\n    for a in [1]:\n        assert a == 1"),
-            "line 3: an assert or a pytest call inside another statement",
+            hidden("def test_x():\n    for a in [1]:\n        assert a == 1"),
+            "line 3: an assert or a pytest call inside",
         ),
-        (
-            spoil("tests/test_hidden.py", "def test_x():\n    assert f(1)"),
-            "line 2: an assert must compare with a literal",
-        ),
-        (spoil("tests/test_hidden.py", "def test_x(tmp_path):\n    assert f(1) == 2"), "line 1: marks, fixtures"),
-        (spoil("tests/test_hidden.py", "def test_x():\n    f(1)"), "line 1: the test asserts nothing"),
-        (
-            spoil("tests/test_hidden.py", "def test_x():\n    assert f(1) == g(2)"),
-            "one side of an assert",
-        ),
+        (hidden("def test_x():\n    assert f(1)"), "line 2: an assert must compare with a literal"),
+        (hidden("def test_x(tmp_path):\n    assert f(1) == 2"), "line 1: marks, fixtures"),
+        (hidden("def test_x():\n    f(1)"), "line 1: the test asserts nothing"),
+        (hidden("def test_x():\n    assert f(1) == g(2)"), "one side of an assert"),
     ],
 )
 def test_a_folder_that_can_not_be_used_is_refused_by_name(
@@ -381,9 +351,10 @@ def test_a_test_script_is_refused_with_its_risk_and_the_way_to_accept_it(folder:
         load_task(f"{folder}?trust=1")
 
 
-def test_a_script_gets_no_variable_of_this_machine(folder: Path) -> None:
+def test_a_script_that_nothing_can_start_or_that_wants_a_variable_of_this_machine_is_refused(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"tests/test\.sh can't start: its first line names no program"):
+        trusted(folder, "echo 1 > /logs/verifier/reward.txt\n")
     (folder / "task.toml").write_text('[verifier.env]\nOPENAI_API_KEY = "${OPENAI_API_KEY}"\n')
-
     with pytest.raises(InputError, match=r"verifier.env.OPENAI_API_KEY takes its value from an environment variable"):
         trusted(folder)
 
@@ -537,13 +508,6 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
     with pytest.raises(ConfigError, match=r"e2b has no template .* name it in sandbox.providers\[\].images: \{mine"):
         check(type="e2b")
     check(type="e2b", images={"mine": "my-template"}, max_sandboxes=64)
-
-
-def test_one_answer_can_not_play_a_repository(folder: Path) -> None:
-    task = load_repository(folder, "mine")
-
-    with pytest.raises(InputError, match=r"agent\.name to tool_agent"):
-        task.render(None)  # type: ignore[arg-type]
 
 
 def test_a_folder_of_task_folders_is_all_of_them(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ def mirrors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(file: Path, mirrors: Path, more: str = "") -> RepositoryTask:
     (task,) = load_source(f"swe:{file}?mirrors={mirrors}{more}")
-    assert isinstance(task, RepositoryTask)
     return task
 
 
@@ -59,26 +58,18 @@ async def score(task: RepositoryTask, answer: str, sandboxes: SandboxSource) -> 
 
 
 @real
-async def test_the_patch_earns_one_and_the_repository_as_it_was_nothing(
+async def test_the_patch_earns_one_and_no_work_or_work_that_breaks_a_test_that_passed_earns_nothing(
     sandboxes: SandboxSource, task: RepositoryTask
 ) -> None:
     solved = await score(task, await task.solve(sandboxes) or "", sandboxes)
     unchanged = await score(task, as_answer({}), sandboxes)
+    breaking = SOLVED.replace("len(values)\n\n", "len(values) + 1\n\n")
+    broken = await score(task, as_answer({"stats.py": breaking}), sandboxes)
 
     assert (solved.valid, solved.value, solved.terms["pass_rate"]) == (True, 1.0, 1.0), solved
     assert (unchanged.valid, unchanged.value) == (True, 0.0), unchanged
     assert (unchanged.terms["fail_to_pass"], unchanged.terms["pass_to_pass"]) == (0.0, 1.0)
     assert "tests/test_stats.py::test_e" in unchanged.detail
-
-
-@real
-async def test_code_that_breaks_a_test_that_passed_earns_nothing(
-    sandboxes: SandboxSource, task: RepositoryTask
-) -> None:
-    broken = await score(
-        task, as_answer({"stats.py": SOLVED.replace("len(values)\n\n", "len(values) + 1\n\n")}), sandboxes
-    )
-
     assert (broken.value, broken.terms["fail_to_pass"], broken.terms["pass_to_pass"]) == (0.0, 1.0, 0.5)
 
 
@@ -179,10 +170,8 @@ def test_a_path_has_one_spelling() -> None:
 async def test_tests_are_not_reached_through_a_link_of_the_repository(
     sandboxes: SandboxSource, task: RepositoryTask
 ) -> None:
-    assert task.folder.named is not None
     async with sandboxes.lease(task.verdict_spec, timeout_s=60.0) as sandbox:
         prepared = await PreparedTests.prepare(sandbox, task.folder.named, dict(task.folder.repository))
-        assert isinstance(prepared, PreparedTests)
         await sandbox.run_command(["ln", "-s", "tests", "checks"], timeout_s=60.0)
         passing = {"checks/test_stats.py": "def test_even():\n    pass\n", "checks/conftest.py": "raise SystemExit(0)"}
         run = await prepared.run(passing, timeout_s=60.0)
@@ -235,8 +224,6 @@ def test_names_of_tests_are_read_as_public_data_sets_write_them(tmp_path: Path, 
     first, second = "tests/test_stats.py::test_even[values0-2.5]", "tests/test_stats.py::test_empty"
     told = {"FAIL_TO_PASS": str([f"{first} ", second]), "PASS_TO_PASS": ["", " tests/test_stats.py::test_odd", "  "]}
     task = load(write(tmp_path, row(mirrors) | told), mirrors)
-
-    assert task.folder.named is not None
     assert task.folder.named.names == (first, second, "tests/test_stats.py::test_odd")
 
 
@@ -280,11 +267,8 @@ def test_columns_of_other_data_sets_are_read(tmp_path: Path, mirrors: Path) -> N
     pq.write_table(pa.Table.from_pylist([theirs]), tmp_path / "rows.parquet")
     task = load(tmp_path / "rows.parquet", mirrors, "&workdir=/testbed")
     (made,) = load_source(f"swe:{tmp_path / 'rows.parquet'}?image=Sweb.{{id_1776}}")
-
-    assert isinstance(made, RepositoryTask)
     assert (task.spec.template, task.spec.workdir) == ("image:Org/Env:1", "/testbed")
     assert (made.spec.template, dict(made.folder.repository)) == ("image:sweb.me_1776_stats-1", {})
-    assert task.folder.named is not None
     assert len(task.folder.named.names) == 5
 
 
@@ -309,7 +293,6 @@ async def test_an_image_may_have_the_repository_and_its_tests_tools(
     image = image_with_repository(Path(images.cache).parent / "swe", mirrors)
     issue = row(mirrors, image=image)
     (task,) = load_source(f"swe:{write(tmp_path, issue)}")
-    assert isinstance(task, RepositoryTask)
 
     providers = [{"type": "local", "image_cache": images.cache}]
     async with open_pool(SandboxConfig.model_validate({"providers": providers}), "test-swe-image") as (source, _):

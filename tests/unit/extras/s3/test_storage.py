@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import pickle
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 from rayapp.core.errors import (
     RayappError,
     StorageBucketError,
-    StorageConfigError,
     StorageCorruptError,
     StorageCredentialsError,
     StorageExistsError,
@@ -22,7 +20,6 @@ from rayapp.core.errors import (
     StorageNotFoundError,
     StoragePermissionError,
     StorageUnreachableError,
-    UserError,
 )
 from rayapp.extras.s3.storage import part_bytes_for, s3_client
 from rayapp.storage.base import ObjectInfo, Storage
@@ -81,13 +78,24 @@ def first(fault: Fault, times: int = 1, *, of: str = "") -> Plan:
     return plan
 
 
-async def test_a_small_object_comes_back_as_it_was_written(storage: Storage) -> None:
-    written = await storage.put_bytes(b"hello", "a/b.txt")
+async def test_objects_come_back_as_they_were_written_are_listed_in_order_and_gone_when_deleted(
+    storage: Storage, tmp_path: Path
+) -> None:
+    odd = "ordner/größe 1+2 ✓.txt"
+    written = [await storage.put_bytes(content, key) for key, content in ((odd, b"x"), ("b", b"bb"), ("a/1", b"hello"))]
+    (tmp_path / "empty").touch()
+    await storage.put_file(tmp_path / "empty", "a/2")
+    await storage.get_file("a/2", tmp_path / "copy")
 
-    assert await storage.get_bytes("a/b.txt") == b"hello"
-    assert await storage.info("a/b.txt") == written
-    assert await storage.exists("a/b.txt")
-    assert not await storage.exists("a/c.txt")
+    assert (await storage.get_bytes("a/1"), await storage.get_bytes(odd)) == (b"hello", b"x")
+    assert (tmp_path / "copy").read_bytes() == b""
+    assert await storage.info("a/1") == written[-1]
+    sizes = {"a/1": 5, "a/2": 0, "b": 2, odd: 1}
+    assert [info async for info in storage.list()] == [ObjectInfo(key=k, num_bytes=size) for k, size in sizes.items()]
+    assert [info.key async for info in storage.list("a/")] == ["a/1", "a/2"]
+    for _ in range(2):  # deleting twice is no error
+        await storage.delete("b")
+    assert [await storage.exists(key) for key in ("a/1", "b")] == [True, False]
 
 
 async def test_a_file_of_several_parts_comes_back_whole(
@@ -99,36 +107,6 @@ async def test_a_file_of_several_parts_comes_back_whole(
     assert sum(seen.is_part for seen in proxy.seen) == 4  # 5 + 5 + 5 + 2 MiB
     assert (tmp_path / "copy.bin").read_bytes() == big.read_bytes()
     assert info.sha256 == hashlib.sha256(big.read_bytes()).hexdigest()
-
-
-async def test_an_empty_file_comes_back_empty(storage: Storage, tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-
-    await storage.put_file(tmp_path / "empty", "empty")
-    await storage.get_file("empty", tmp_path / "copy")
-
-    assert (tmp_path / "copy").read_bytes() == b""
-
-
-async def test_listing_gives_relative_keys_in_order(storage: Storage) -> None:
-    for key in ("b", "a/2", "a/1"):
-        await storage.put_bytes(b"x", key)
-
-    assert [info async for info in storage.list()] == [
-        ObjectInfo(key="a/1", num_bytes=1),
-        ObjectInfo(key="a/2", num_bytes=1),
-        ObjectInfo(key="b", num_bytes=1),
-    ]
-    assert [info.key async for info in storage.list("a/")] == ["a/1", "a/2"]
-
-
-async def test_deleting_twice_is_no_error(storage: Storage) -> None:
-    await storage.put_bytes(b"x", "a")
-
-    await storage.delete("a")
-    await storage.delete("a")
-
-    assert not await storage.exists("a")
 
 
 async def test_of_many_conditional_creators_exactly_one_wins(storage: Storage) -> None:
@@ -216,19 +194,19 @@ async def test_refusals_say_what_to_do(
 ) -> None:
     proxy.plan = lambda _: fault
 
-    for request in (
-        storage.put_bytes(b"x", "a"),
-        storage.get_bytes("a"),
-        storage.get_file("a", tmp_path / "a"),
-        storage.check(),
-    ):
+    reads = storage.get_bytes("a"), storage.get_file("a", tmp_path / "a")
+    for request in (storage.put_bytes(b"x", "a"), *reads, storage.check()):
         with pytest.raises(expected, match=words):
             await request
 
 
-async def test_a_full_storage_is_named(storage: Storage, proxy: FaultyProxy) -> None:
+async def test_a_full_storage_and_a_missing_object_are_named(
+    storage: Storage, proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    for request in (storage.get_bytes("nothing"), storage.get_file("nothing", tmp_path / "a")):
+        with pytest.raises(StorageNotFoundError, match="run/nothing"):
+            await request
     proxy.plan = lambda seen: Fault.FULL if seen.method == "PUT" else None
-
     with pytest.raises(StorageFullError, match="full"):
         await storage.put_bytes(b"x", "a")
 
@@ -238,13 +216,6 @@ async def test_a_missing_bucket_is_named_whatever_is_asked(s3_server: MotoServer
         for request in (storage.check(), storage.get_file("a", tmp_path / "a"), storage.put_bytes(b"x", "a")):
             with pytest.raises(StorageBucketError, match="no bucket 'not-there'"):
                 await request
-
-
-async def test_a_missing_object_is_named(storage: Storage, tmp_path: Path) -> None:
-    with pytest.raises(StorageNotFoundError, match="run/nothing"):
-        await storage.get_bytes("nothing")
-    with pytest.raises(StorageNotFoundError, match="run/nothing"):
-        await storage.get_file("nothing", tmp_path / "a")
 
 
 async def test_a_server_killed_in_the_middle_leaves_the_file_and_a_new_start_succeeds(big: Path) -> None:
@@ -316,21 +287,7 @@ async def test_a_folder_goes_on_with_the_files_that_are_missing_and_its_manifest
     assert (tmp_path / "back" / "train.parquet").read_bytes() == b"train.parquet"
 
 
-async def test_keys_may_have_spaces_and_unicode(storage: Storage) -> None:
-    await storage.put_bytes(b"x", "ordner/größe 1+2 ✓.txt")
-
-    assert [info.key async for info in storage.list()] == ["ordner/größe 1+2 ✓.txt"]
-    assert await storage.get_bytes("ordner/größe 1+2 ✓.txt") == b"x"
-
-
 def test_part_size_grows_for_files_beyond_ten_thousand_parts() -> None:
     assert part_bytes_for(80_000 * MIB, 8 * MIB) == 8 * MIB
     # 80,001 MiB / 10,000 parts is just above 8 MiB: the next whole MiB is 9.
     assert part_bytes_for(80_001 * MIB, 8 * MIB) == 9 * MIB
-
-
-def test_configuration_errors_are_the_users_and_cross_processes() -> None:
-    for kind in (StorageBucketError, StoragePermissionError, StorageCredentialsError):
-        assert issubclass(kind, StorageConfigError)
-        assert issubclass(kind, UserError)
-        assert str(pickle.loads(pickle.dumps(kind("why")))) == "why"

@@ -79,22 +79,6 @@ def spans(root: Span) -> dict[str, Span]:
     return {span.name: span for _, _, span in walk(root)}
 
 
-def test_a_rollout_is_a_tree_of_turns_generations_tool_calls_and_sandboxes() -> None:
-    tree = [(parent, span.name, span.kind) for _, parent, span in walk(to_span(rollout(), decode))]
-
-    assert tree == [
-        (None, "rollout", "AGENT"),
-        (0, "turn 0", "CHAIN"),
-        (0, "turn 1", "CHAIN"),
-        (0, "score", "EVALUATOR"),
-        (1, "generate", "LLM"),
-        (1, "tool python", "TOOL"),
-        (1, "tool call that can't be read", "TOOL"),
-        (2, "generate", "LLM"),
-        (5, "sandbox", "TOOL"),
-    ]
-
-
 def test_tokens_are_text_and_each_generation_shows_all_that_the_policy_read() -> None:
     root = to_span(rollout(), decode)
 
@@ -145,14 +129,7 @@ def test_the_share_that_is_traced_is_as_configured_and_the_same_every_time() -> 
 
 
 def test_traces_that_nobody_takes_are_bounded() -> None:
-    class Stuck:
-        def log(self, step: int, metrics: object) -> None: ...
-
-        def trace(self, step: int, groups: Sequence[Group]) -> None: ...
-
-        def close(self) -> None: ...
-
-    def never(step: int) -> Stuck:
+    def never(step: int) -> Any:
         raise ConnectionError("no server")
 
     tracer = BackgroundTracer("slow", never)
@@ -182,19 +159,21 @@ def write(config: Config, step: int, *groups: Group) -> None:
     assert tracker._num_failed == {}
 
 
-@pytest.mark.slow
-def test_mlflows_own_client_reads_a_trace_for_each_rollout(mlflow_run: Config) -> None:
+def found_traces(config: Config) -> list[Any]:
+    """Return the traces of the run as MLflow's own client reads them."""
     from mlflow.tracking import MlflowClient
 
+    client = MlflowClient(tracking_uri=f"sqlite:///{(config.run_folder / 'mlflow.db').resolve()}")
+    experiment = client.get_experiment_by_name("tools")
+    (run,) = {each.info.run_id for each in client.search_runs([experiment.experiment_id])}
+    return list(client.search_traces(locations=[experiment.experiment_id], run_id=run))
+
+
+@pytest.mark.slow
+def test_mlflows_own_client_reads_a_trace_for_each_rollout(mlflow_run: Config) -> None:
     write(mlflow_run, 9, group(TWO_TURNS, trajectory(turn(2, 4, 1000.0), status=RolloutStatus.ERROR_TOOL)))
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{(mlflow_run.run_folder / 'mlflow.db').resolve()}")
-    experiment = client.get_experiment_by_name("tools")
-    (run,) = client.search_runs([experiment.experiment_id])
-    traces = {
-        trace.info.tags["trajectory"]: trace
-        for trace in client.search_traces(locations=[experiment.experiment_id], run_id=run.info.run_id)
-    }
+    traces = {trace.info.tags["trajectory"]: trace for trace in found_traces(mlflow_run)}
     assert {name: trace.info.state.value for name, trace in traces.items()} == {"0": "OK", "1": "ERROR"}
     found = traces["0"]
     assert (found.info.tags["step"], found.info.tags["mlflow.traceName"]) == ("9", "openai/gsm8k")
@@ -219,16 +198,12 @@ def test_mlflows_own_client_reads_a_trace_for_each_rollout(mlflow_run: Config) -
 
 @pytest.mark.slow
 def test_a_step_taken_again_replaces_its_traces_and_hostile_texts_come_back_readable(mlflow_run: Config) -> None:
-    from mlflow.tracking import MlflowClient
-
     bad = "\x00 \udc80 \u202e <script>alert(1)</script> \U0001f4a5 ' ; drop table traces"
     call = CallRecord(name=bad, arguments=bad, output=bad, failure=bad, started_at_s=1001.0)
     for step, one in ((9, TWO_TURNS), (9, TWO_TURNS), (10, trajectory(turn(2, 4, 1000.0, call)))):
         write(mlflow_run, step, group(one))
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{(mlflow_run.run_folder / 'mlflow.db').resolve()}")
-    experiment = client.get_experiment_by_name("tools")
-    found = client.search_traces(locations=[experiment.experiment_id])
+    found = found_traces(mlflow_run)
     spans = {trace.info.tags["step"]: trace.data.spans for trace in found}
     assert (len(found), len(spans["9"])) == (2, 9)
     (tool,) = (span for span in spans["10"] if span.span_type == "TOOL")
@@ -250,10 +225,3 @@ def test_only_the_drivers_one_writer_opens_the_tracking_database() -> None:
         "rayapp/driver/loop.py",
         "rayapp/driver/sft.py",
     }
-
-
-def test_a_list_of_trackers_is_short_for_the_section() -> None:
-    config = Config.model_validate({"tracking": ["console", "jsonl", "mlflow"]})
-
-    assert config.tracking.trackers == ("console", "jsonl", "mlflow")
-    assert config.tracking.trace_ratio == 0.1

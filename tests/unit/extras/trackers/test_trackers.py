@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,13 +20,6 @@ from rayapp.runs.tracking.background import MAX_WAITING, BackgroundTracker, reme
 from rayapp.runs.tracking.trackers import RunTracker, flattened, make_trackers
 
 METRICS = {"reward/mean": 0.5, "learner/entropy": float("nan")}
-
-
-class FakeFolder:
-    """The parts of a run folder that trackers use."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
 
 
 class Recording:
@@ -51,7 +45,7 @@ def chosen(*names: str, **settings: object) -> Config:
 
 
 def log_steps(config: Config, folder: Path, *steps: int) -> RunTracker:
-    with make_trackers(config, FakeFolder(folder)) as tracker:  # type: ignore[arg-type]
+    with make_trackers(config, SimpleNamespace(path=folder)) as tracker:  # type: ignore[arg-type]
         for step in steps:
             tracker.log(step, METRICS | {"step_is": float(step)})
     return tracker
@@ -236,11 +230,8 @@ def test_mlflow_keeps_one_run_over_a_resume_with_the_settings_as_parameters(tmp_
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("my-project")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "reward/mean")] == [
-        (1, 0.5),
-        (2, 0.5),
-        (3, 0.5),
-    ]
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(one.step, one.value) for one in history] == [(1, 0.5), (2, 0.5), (3, 0.5)]
     assert (run.info.status, run.info.run_name) == ("FINISHED", tmp_path.name)
     assert run.data.params["train.num_steps"] == "100"
 

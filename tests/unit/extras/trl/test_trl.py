@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rayapp.config.config import Config
@@ -229,22 +231,20 @@ def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_scripts_of_the_page_run_before_and_after_with_trls_own_class(tmp_path: Path) -> None:
+def test_the_script_of_the_page_runs_before_and_after_with_trls_own_class(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "migrate-from-trl.md").read_text()
-    before, after, wordle, play, played = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    files = {"before.py": before, "after.py": after, "wordle.py": wordle, "play.py": play, "played.py": played}
-    for name, script in files.items():
+    before, after = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for name, script in {"before.py": before, "after.py": after}.items():
         (tmp_path / name).write_text(script)
-    for name in ("math.jsonl", "held_out.jsonl", "words.jsonl"):
+    for name in ("math.jsonl", "held_out.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS * 4))
 
-    scripts = ["before.py", "after.py", "play.py", "played.py"]
-    argv = [sys.executable, str(ROOT / "tests" / "data" / "run_trl_page.py"), *scripts]
+    argv = [sys.executable, str(ROOT / "tests" / "data" / "run_trl_page.py"), "before.py", "after.py"]
     away = os.environ | {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(argv, cwd=tmp_path, env=away, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
 
-    config, plays = map(Config.model_validate_json, done.stdout.splitlines())
+    config = Config.model_validate_json(done.stdout)
     assert (config.rollout.group_size, config.train.groups_per_step, config.train.num_minibatches) == (8, 8, 1)
     assert (config.train.num_steps, config.eval.every_steps, config.checkpoint.every_steps) == (16, 25, 50)
     assert (config.learner.lora.rank, config.learner.lora.alpha, config.run.seed) == (32, 64, 7)
@@ -252,11 +252,22 @@ def test_the_scripts_of_the_page_run_before_and_after_with_trls_own_class(tmp_pa
     assert (tmp_path / config.eval.tasks[0]).is_file()
     assert (config.learner.optimizer.lr, config.learner.optimizer.schedule) == (2e-5, "linear")
     assert (config.cluster.num_gpus, config.cluster.placement) == (1, "colocated")
-    assert (plays.rollout.group_size, plays.rollout.max_completion_tokens) == (8, 1024)
-    assert (plays.agent.max_assistant_turns, plays.train.num_steps, plays.train.groups_per_step) == (7, 100, 1)
-    assert len(load_tasks([str(tmp_path / plays.tasks[0])])) == len(ROWS) * 4
     assert "learning_rate = 2e-05: learner.optimizer.lr" in done.stderr
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2}
     servers = translated(tmp_path, server, num_gpus=6).config
     assert (servers.cluster.num_gpus, servers.cluster.placement, servers.learner.num_learners) == (8, "split", 6)
     assert (servers.server.num_servers, servers.server.tensor_parallel_size) == (1, 2)
+
+
+def test_columns_with_pictures_become_verls_and_stay_out_of_the_rewards_arguments(tmp_path: Path) -> None:
+    red = Image.new("RGB", (8, 4), (255, 0, 0))
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
+    rows = [{"prompt": "Which?", "image": red, "answer": 1}, {"prompt": parts, "images": ["a.png"], "answer": 2}]
+
+    run = translated(tmp_path, {}, train_dataset=rows)
+
+    first, second = pq.read_table(run.config.tasks[0]).to_pylist()
+    assert Image.open(io.BytesIO(first["images"][0]["bytes"])).getpixel((0, 0)) == (255, 0, 0)
+    assert second["images"] == [{"bytes": None, "path": str(Path("a.png").absolute())}]
+    assert [each["prompt"] for each in (first, second)] == [[{"role": "user", "content": "<image>Which?"}]] * 2
+    assert json.loads(second["extra_info"]["columns"]) == {"prompt": parts, "answer": 2}

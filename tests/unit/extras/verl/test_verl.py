@@ -126,14 +126,14 @@ def test_the_seeds_job_means_the_same_here(seed_yaml: Path) -> None:
     # 8 learners, and on their GPUs 4 servers of 2.
     assert (config.server.num_servers, config.learner.num_learners, config.cluster.num_gpus) == (4, 8, 8)
     assert config.cluster.placement == "colocated"
-
-
-def test_the_seeds_traces_go_to_mlflow_and_rows_without_a_name_speak_once_as_in_verl(seed_yaml: Path) -> None:
-    config = imported(seed_yaml).config
-
     assert config.tracking.trackers == ("console", "mlflow", "jsonl")
     assert config.tracking.trace_ratio == 1.0
-    assert config.agent.name == "single_turn_agent"
+    assert config.agent.name == "single_turn_agent", "rows without a name speak once"
+    # verl's defaults count where the user says nothing.
+    assert config.learner.optimizer.weight_decay == 0.01
+    assert (config.eval.temperature, config.eval.top_p, config.eval.samples_per_task) == (0.0, 1.0, 1)
+    assert config.eval.before_training
+    assert config.agent.max_tool_output_chars == 256
 
 
 def test_on_a_laptop_three_overrides_make_a_run_for_its_cpu(seed_yaml: Path) -> None:
@@ -148,8 +148,17 @@ def test_on_a_laptop_three_overrides_make_a_run_for_its_cpu(seed_yaml: Path) -> 
 SHORT = {
     "ROLLOUT": "actor_rollout_ref.rollout", "ACTOR": "actor_rollout_ref.actor", "MODEL": "actor_rollout_ref.model",
     "TURNS": "actor_rollout_ref.rollout.multi_turn", "CORRECTION": "algorithm.rollout_correction",
-    "GROUPS": "algorithm.filter_groups",
+    "GROUPS": "algorithm.filter_groups", "TEACHERS": "distillation.teacher_models",
+    "DISTILLATION": "distillation.distillation_loss",
 }  # fmt: skip
+
+
+def in_full(overrides: str) -> str:
+    for name, key in SHORT.items():
+        overrides = re.sub(rf"\b{name}\b", key, overrides)
+    return overrides
+
+
 MEANINGS: list[tuple[str, dict[str, Any]]] = [
     # 1 prompt of each of verl's 8 workers, of 16 prompts
     ("ROLLOUT.trace.max_samples_per_step_per_worker=1", {"tracking.trace_ratio": 0.5}),
@@ -221,21 +230,9 @@ MEANINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("overrides", "expected"), MEANINGS, ids=lambda value: value if isinstance(value, str) else "")
 def test_overrides_mean_here_what_they_mean_in_verl(seed_yaml: Path, overrides: str, expected: dict[str, Any]) -> None:
-    for name, key in SHORT.items():
-        overrides = re.sub(rf"\b{name}\b", key, overrides)
-
-    config = imported(seed_yaml, *overrides.split()).config
+    config = imported(seed_yaml, *in_full(overrides).split()).config
 
     assert {key: reduce(getattr, key.split("."), config) for key in expected} == expected
-
-
-def test_verls_defaults_count_where_the_user_says_nothing(seed_yaml: Path) -> None:
-    config = imported(seed_yaml).config
-
-    assert config.learner.optimizer.weight_decay == 0.01
-    assert (config.eval.temperature, config.eval.top_p, config.eval.samples_per_task) == (0.0, 1.0, 1)
-    assert config.eval.before_training
-    assert config.agent.max_tool_output_chars == 256
 
 
 def test_every_key_of_the_seed_is_in_the_table_with_a_place_or_a_reason(seed_yaml: Path) -> None:
@@ -288,76 +285,49 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("override", "reason"),
+    ("overrides", "reason"),
     [
-        ("actor_rollout_ref.rollout.top_p=0.9", "bias the importance ratio"),
+        ("ROLLOUT.top_p=0.9", "bias the importance ratio"),
         ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "supported values are kl, k1, mse"),
         ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", "It must be fixed"),
-        ("algorithm.rollout_correction.rollout_rs=token_k1", "only with algorithm.rollout_correction.bypass_mode=True"),
-        ("actor_rollout_ref.actor.ppo_mini_batch_size=5", "does not divide"),
-        ("actor_rollout_ref.rollout.name=sglang", "vLLM"),
+        ("CORRECTION.rollout_rs=token_k1", "only with algorithm.rollout_correction.bypass_mode=True"),
+        ("ACTOR.ppo_mini_batch_size=5", "does not divide"),
         ("trainer.n_gpus_per_node=3", "can't be divided into servers"),
         ("algorithm.adv_estimator=gae", "critic"),
-        ("actor_rollout_ref.rollout.n=1 algorithm.adv_estimator=grpo_passk", r"Set actor_rollout_ref\.rollout\.n=8"),
+        ("ROLLOUT.n=1 algorithm.adv_estimator=grpo_passk", r"Set actor_rollout_ref\.rollout\.n=8"),
         ("rollout.n_gpus_per_node=4", "alone: give both rollout.n_gpus_per_node and rollout.nnodes"),
         ("async_training.staleness_threshold=0.5", "rayapp.train.max_staleness=1"),
         ("reward.reward_model.enable=True", "reward.reward_model.model_path is not set. Set reward"),
-        (
-            "reward_model.enable=True reward_model.model.path=/rm custom_reward_function.path=r.py",
-            "your custom_reward_function calls the model through verl's router",
-        ),
+        ("reward_model.enable=True reward_model.model.path=/rm custom_reward_function.path=r.py", "verl's router"),
         ("data.seed", "key=value or ~key"),
-        ("reward_model.reward_manager=mine", "known reward managers are naive, batch, prime, dapo"),
         ("custom_reward_function.reward_kwargs.a=3", "can't get arguments"),
         ("data.apply_chat_template_kwargs.a=[1]", "must be a string, a number"),
-        ("data.custom_cls.path=a.py", "verl's default schema"),
-        ("actor_rollout_ref.rollout.multi_turn.interaction_config_path=a", "only tools answer the policy"),
-        ("actor_rollout_ref.model.override_config.vocab_size=3", "a copy of the model"),
-        ("trainer.resume_mode=resume_path", "supported values are auto, disable"),
+        ("MODEL.override_config.vocab_size=3", "a copy of the model"),
         ("reward.reward_kwargs.temper=3", "rayapp's rewards have no such argument"),
-        (
-            "actor_rollout_ref.rollout.agent.default_agent_loop=react",
-            "supported values are tool_agent, single_turn_agent",
-        ),
-        ("actor_rollout_ref.rollout.trace.backend=weave", "traces go to MLflow"),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.seed=3", "rayapp sets it from run.seed"),
-        ("actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs", "log-probs must be"),
-        (
-            "actor_rollout_ref.rollout.quantization=fp8 algorithm.rollout_correction.rollout_is=sequence",
-            "rollout_correction.level is sequence",
-        ),
-        ("actor_rollout_ref.rollout.quantization=int4", "use fp8_per_block"),
-        ("actor_rollout_ref.rollout.response_length=99", "must equal data.max_response_length, which is 1024"),
-        ("distillation.enabled=True", "no teacher_models.*model_path is set"),
-        (
-            f"{TEACHER} distillation.teacher_models.b.model_path=b distillation.teacher_models.c.model_path=c",
-            "b, c are",
-        ),
-        (f"{TEACHER} distillation.distillation_loss.loss_mode=abs", "loss_mode = 'abs'.*supported are k1 with"),
-        (
-            f"{TEACHER} {REVERSE} distillation.distillation_loss.clip_ratio_high=0.3",
-            r"clip_ratio_high = 0\.3 can't be imported",
-        ),
-        ("skip.rollout.enable=True", "groups are always sampled"),
-        (f"{TEACHER} {TOP_K} distillation.distillation_loss.log_prob_min_clamp=-10", "no such limit"),
-        ("actor_rollout_ref.actor.qat.enable=True", "learner.compute_dtype"),
-        ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "learner.compute_dtype"),
-        ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "supported values are bfloat16"),
-        ("actor_rollout_ref.actor.fsdp_config.dtyp=1", r"did you mean actor_rollout_ref\.actor\.fsdp_config\.dtype"),
-        ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "not Megatron"),
-        ("data.train_batch_size=0", "at least 1"),
-        ("trainer.nnodes=0", "at least 1"),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", "at least 1"),
-        ("data.train_files=null", "data.train_files is not set"),
+        ("ROLLOUT.agent.default_agent_loop=react", "supported values are tool_agent, single_turn_agent"),
+        ("ROLLOUT.engine_kwargs.vllm.seed=3", "rayapp sets it from run.seed"),
+        ("ROLLOUT.quantization=fp8 CORRECTION.rollout_is=sequence", "rollout_correction.level is sequence"),
+        ("ROLLOUT.engine_kwargs.vllm.logprobs_mode=raw_logprobs", "log-probs must be"),
         ("trainer.v1.trainer_mode=separate_async", "max_staleness"),
+        ("ROLLOUT.quantization=int4", "use fp8_per_block"),
+        ("ROLLOUT.response_length=99", "must equal data.max_response_length, which is 1024"),
+        ("distillation.enabled=True", "no teacher_models.*model_path is set"),
+        (f"{TEACHER} TEACHERS.b.model_path=b TEACHERS.c.model_path=c", "b, c are"),
+        (f"{TEACHER} DISTILLATION.loss_mode=abs", "loss_mode = 'abs'.*supported are k1 with"),
+        (f"{TEACHER} {REVERSE} DISTILLATION.clip_ratio_high=0.3", r"clip_ratio_high = 0\.3 can't be imported"),
+        (f"{TEACHER} {TOP_K} DISTILLATION.log_prob_min_clamp=-10", "no such limit"),
+        ("ACTOR.fsdp_config.dtyp=1", r"did you mean actor_rollout_ref\.actor\.fsdp_config\.dtype"),
+        ("ACTOR.megatron.tensor_model_parallel_size=2", "not Megatron"),
+        ("data.train_batch_size=0", "at least 1"),
+        ("data.train_files=null", "data.train_files is not set"),
         ("data.max_prompt_length='${data.nobody}'", "nobody"),
-        ("actor_rollout_ref.actor.optim.lr=null", r"optim\.lr = None can't be imported"),
+        ("ACTOR.optim.lr=null", r"optim\.lr = None can't be imported"),
         ("trainer.save_freq=often", r"save_freq = 'often' can't be imported"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_with_its_reason(seed_yaml: Path, override: str, reason: str) -> None:
+def test_what_cannot_be_honoured_is_refused_with_its_reason(seed_yaml: Path, overrides: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        imported(seed_yaml, *shlex.split(override))
+        imported(seed_yaml, *shlex.split(in_full(overrides)))
 
 
 @pytest.mark.parametrize(
@@ -447,10 +417,7 @@ def test_one_trajectory_for_each_prompt_is_taken_with_a_warning(seed_yaml: Path)
 
     assert found.config.lacks_baseline
     (note,) = [row.landing.note for row in found.rows if row.key == "actor_rollout_ref.rollout.n"]
-    assert (
-        note == "warning: grpo has no other trajectory to compare with, so rewards are the advantages, as in verl; set "
-        "actor_rollout_ref.rollout.n=8"
-    )
+    assert note.startswith("warning: grpo has no other trajectory to compare with, so rewards are the advantages")
 
 
 SCRIPT = """
@@ -461,12 +428,14 @@ trainer.total_training_steps=10
 
 def test_the_overrides_of_a_launch_script_need_no_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "import-verl", *shlex.split(SCRIPT)]) == 0
-    config = yaml.safe_load(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    config = yaml.safe_load(out)
 
+    assert "What becomes of each key" in err
     assert config["tasks"] == ["/data/train.parquet"]
     assert (config["rollout"]["group_size"], config["train"]["num_steps"]) == (8, 10)
-    assert run(["train", "--verl", "algorithm.adv_estimator=grpo"]) == 2
-    assert "data.train_files is not set" in capsys.readouterr().err
+    assert run(["train", "--verl", "nobody.knows=1"]) == 2
+    assert "nobody.knows" in capsys.readouterr().err
 
 
 def test_arguments_of_vllm_go_to_it_by_their_names_or_to_a_key() -> None:
@@ -485,18 +454,6 @@ def test_arguments_of_vllm_go_to_it_by_their_names_or_to_a_key() -> None:
     assert (server.kv_cache_dtype, server.quantization) == ("fp8", "fp8_per_block")
 
 
-def test_the_command_prints_a_config_and_fails_on_unknown_keys(
-    seed_yaml: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["config", "import-verl", str(seed_yaml), *shlex.split(OVERRIDES)]) == 0
-    out, err = capsys.readouterr()
-    assert "num_minibatches: 2" in out
-    assert "ignored" in err
-
-    assert run(["train", "--verl", str(seed_yaml), "nobody.knows=1"]) == 2
-    assert "nobody.knows" in capsys.readouterr().err
-
-
 def test_every_default_that_is_taken_from_verl_has_a_rule() -> None:
     assert DEFAULTS.keys() <= TABLE.keys()
 
@@ -504,8 +461,6 @@ def test_every_default_that_is_taken_from_verl_has_a_rule() -> None:
 def verls_own_file() -> Path:
     """All keys with their defaults, as verl ships them."""
     package = importlib.util.find_spec("verl")
-    assert package is not None
-    assert package.submodule_search_locations is not None
     return Path(package.submodule_search_locations[0]) / "trainer" / "config" / "_generated_ppo_trainer.yaml"
 
 

@@ -37,8 +37,6 @@ def resolved_by_verl(overrides: list[str]) -> Any:
     from hydra import compose, initialize_config_dir
 
     package = importlib.util.find_spec("verl")
-    assert package is not None
-    assert package.submodule_search_locations is not None
     folder = Path(package.submodule_search_locations[0]) / "trainer" / "config"
     with initialize_config_dir(str(folder), version_base=None):
         return compose("ppo_trainer", overrides=overrides)

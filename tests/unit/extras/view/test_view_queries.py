@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayapp.core.errors import InputError
-from rayapp.core.types import CallRecord, Fork, Group, Prompt, Reward, RolloutStatus, Trajectory, TurnRecord
+from rayapp.core.types import CallRecord, Fork, Group, Reward, Trajectory
 from rayapp.extras.view.curves import PANELS, Metrics, Panel, curve, keys_of_panel
-from rayapp.extras.view.groups import GroupFilter, Groups, Page, facets, find_groups, neighbours, preview
+from rayapp.extras.view.groups import GroupFilter, Groups, Page, facets, find_groups
 from rayapp.extras.view.run import ViewedRun, run_state
 from rayapp.extras.view.trajectory import (
-    cut,
     group_advantages,
     read_group,
     read_trajectory,
@@ -29,39 +28,38 @@ from rayapp.extras.view.trajectory import (
 )
 from rayapp.runs.source import open_source, run_uris
 from rayapp.runs.trajectories import write_trajectories
+from support import make
 
 
-def trajectory(reward: float, *, status: str = "scored", text: str = "x = 1", terms: dict[str, float] | None = None):
-    return Trajectory(
-        token_ids=np.array([5, 9, 7, 2], np.int32),
-        response_mask=np.array([False, False, True, True]),
-        rollout_log_probs=np.array([0, 0, -0.5, -2.0], np.float32),
-        completion_text=text,
-        reward=Reward(value=reward, status=status, terms=terms or {"pass_rate": max(0.0, reward)}),
-        status=RolloutStatus.COMPLETED,
-        min_policy_version=0,
-        max_policy_version=0,
-    )
+def trajectory(
+    reward: float, *, status: str = "scored", terms: dict[str, float] | None = None, **fields: Any
+) -> Trajectory:
+    given = Reward(value=reward, status=status, terms=terms or {"pass_rate": max(0.0, reward)})
+    usual = {"completion_text": "x = 1", "rollout_log_probs": np.array([0, 0, -0.5, -2.0], np.float32)}
+    return make.trajectory([5, 9, 7, 2], 2, reward=given, **usual | fields)
 
 
 def group(group_id: int, *trajectories: Trajectory, task: str = "sort", text: str = "Sort it") -> Group:
-    prompt = Prompt(task=task, text=text, token_ids=np.array([5, 9], np.int32))
-    return Group(group_id=group_id, prompt=prompt, trajectories=trajectories)
+    return make.group(*trajectories, group_id=group_id, task=task, text=text)
+
+
+def write(folder: Path, step: int, *groups: Group, name: str = "trajectories") -> Path:
+    """Write the groups of a step, and return the run's folder."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    write_trajectories(folder / name / f"step={step:06d}.parquet", step, groups)
+    return folder
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Two steps: at 1 a mixed and an equal group, at 2 the first prompt again, and one whose tool failed."""
-    folder = tmp_path / "my-run"
-    (folder / "trajectories").mkdir(parents=True)
     first = [
         group(0, trajectory(1.0), trajectory(-1.0, status="timeout")),
         group(1, trajectory(0.5), trajectory(0.5), task="sum", text="Sum it"),
     ]
     tools = {"tool/calls": 2.0, "tool/failed": 1.0}
     second = [group(2, trajectory(1.0), trajectory(1.0)), group(3, trajectory(0.0, terms=tools), text="Use it")]
-    for step, groups in ((1, first), (2, second)):
-        write_trajectories(folder / "trajectories" / f"step={step:06d}.parquet", step, groups)
+    folder = write(write(tmp_path / "my-run", 1, *first), 2, *second)
     (folder / "metrics.jsonl").write_text('{"step": 1, "time": 10, "reward/mean": 0.25}\n')
     return folder
 
@@ -75,10 +73,8 @@ def found(index: Groups, **asked: str) -> list[int]:
 
 
 def test_groups_of_one_source_are_found_beside_groups_without_any(run: Path) -> None:
-    steps = run / "trajectories"
-    of_code = replace(group(4, trajectory(1.0)), prompt=replace(group(4).prompt, source="code"))
-    write_trajectories(steps / "step=000003.parquet", 3, [of_code, group(5, trajectory(0.0))])
-    index = index_of(run)
+    of_code = make.group(trajectory(1.0), group_id=4, source="code")
+    index = index_of(write(run, 3, of_code, group(5, trajectory(0.0))))
 
     assert facets(index)["sources"] == ["code"]
     assert found(index, source="code") == [4]
@@ -95,13 +91,10 @@ def test_a_group_is_summed_up_over_its_valid_trajectories(run: Path) -> None:
 
 
 def test_rewards_that_are_not_valid_are_in_no_number_of_the_group(tmp_path: Path) -> None:
-    lost = replace(
-        trajectory(0.0), reward=Reward.invalid("sandbox_gone", "it died"), status=RolloutStatus.ERROR_SANDBOX
-    )
-    (tmp_path / "trajectories").mkdir()
-    write_trajectories(tmp_path / "trajectories" / "step=000001.parquet", 1, [group(0, trajectory(1.0), lost)])
+    gone = replace(trajectory(0.0), reward=Reward.invalid("sandbox_gone", "it died"))
+    run = write(tmp_path, 1, group(0, trajectory(1.0), gone))
 
-    row = find_groups(index_of(tmp_path), GroupFilter(failure="sandbox_gone"), Page())["rows"][0]
+    row = find_groups(index_of(run), GroupFilter(failure="sandbox_gone"), Page())["rows"][0]
 
     assert (row["num_valid"], row["reward_mean"], row["reward_min"]) == (1, 1.0, 1.0)
 
@@ -128,18 +121,12 @@ def test_groups_are_filtered_and_sorted_as_asked(run: Path, asked: dict[str, str
 
 
 @pytest.mark.parametrize(
-    "asked",
-    [
-        {"step_min": "one"},
-        {"reward_min": "much"},
-        {"signal": "maybe"},
-        {"sort": "reward_mean; drop table groups"},
-        {"offset": "x"},
-    ],
+    ("name", "value"),
+    [("step_min", "one"), ("reward_min", "much"), ("signal", "maybe"), ("sort", "reward_mean; drop"), ("offset", "x")],
 )
-def test_a_filter_that_can_not_be_is_refused_by_name(run: Path, asked: dict[str, str]) -> None:
-    with pytest.raises(InputError, match=next(iter(asked.values())).split(";")[0]):
-        found(index_of(run), **asked)
+def test_a_filter_that_can_not_be_is_refused_by_name(run: Path, name: str, value: str) -> None:
+    with pytest.raises(InputError, match=value):
+        found(index_of(run), **{name: value})
 
 
 def test_what_a_person_types_is_a_value_and_never_sql(run: Path) -> None:
@@ -158,7 +145,7 @@ def test_new_steps_are_taken_in_and_those_of_a_resumed_run_replaced(run: Path) -
     index = index_of(run)
     assert found(index) == [2, 3, 0, 1]
     (run / "trajectories" / "step=000002.parquet").unlink()
-    write_trajectories(run / "trajectories" / "step=000002.parquet", 2, [group(7, trajectory(0.25))])
+    write(run, 2, group(7, trajectory(0.25)))
 
     assert found(index) == [7, 0, 1]
 
@@ -201,11 +188,6 @@ def test_a_file_that_cannot_be_read_is_a_problem_on_the_page_and_the_rest_is_sho
 
     assert found(index) == [0, 1]
     assert problem in index.problems[0]
-
-
-def test_a_folder_that_is_no_run_is_refused_with_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is not a run folder"):
-        open_source(str(tmp_path))
 
 
 def test_curves_go_on_with_the_file_and_start_again_when_a_resumed_run_cut_it(run: Path) -> None:
@@ -255,24 +237,6 @@ def test_a_pattern_stands_for_something_between_its_ends() -> None:
 )
 def test_the_log_tells_whether_a_run_goes_on(last: dict[str, float] | None, now: float, state: str) -> None:
     assert run_state([last] if last else [], 10, now=now) == state
-
-
-def test_neighbours_of_a_group_lead_over_the_steps(run: Path) -> None:
-    index = index_of(run)
-
-    assert neighbours(index, 1, 1) == {"previous": {"step": 1, "group_id": 0}, "next": {"step": 2, "group_id": 2}}
-    assert neighbours(index, 1, 0)["previous"] is None
-    assert neighbours(index, 2, 3)["next"] is None
-
-
-def test_a_group_opens_with_its_advantages_and_its_prompt(run: Path) -> None:
-    viewed = ViewedRun(open_source(str(run)))
-
-    opened = viewed.group(1, 0)
-
-    # mean 0, sample deviation sqrt(2) = 1.41421 -> 1 / (1.41421 + 1e-6) = 0.70711
-    assert [one["advantage"] for one in opened["trajectories"]] == pytest.approx([0.70711, -0.70711], abs=1e-5)
-    assert opened["prompt"] == "Sort it"
 
 
 @pytest.mark.parametrize(("step", "group_id"), [(1, 99), (77, 0)])
@@ -334,16 +298,9 @@ def test_a_trajectory_without_a_tokenizer_is_shown_as_text(run: Path) -> None:
 @pytest.mark.parametrize("tokenizer", [None, "letters"])
 def test_tool_calls_stand_with_the_turn_that_made_them(tmp_path: Path, tokenizer: str | None) -> None:
     call = CallRecord(name="run", arguments='{"a": 1}', output="boom", failure="crash", duration_s=0.5)
-    turn = TurnRecord(
-        start=2, end=4, text="gb", finish_reason="stop", policy_version=0, started_at_s=0, queued_s=0, generate_s=0,
-        calls=(call,),
-    )  # fmt: skip
-    (tmp_path / "trajectories").mkdir()
-    write_trajectories(
-        tmp_path / "trajectories" / "step=000001.parquet", 1, [group(0, replace(trajectory(1.0), turns=(turn,)))]
-    )
+    run = write(tmp_path, 1, group(0, trajectory(1.0, turns=(make.turn(2, 4, text="gb", calls=(call,)),))))
 
-    turns = read_trajectory(open_source(str(tmp_path)), 1, 0, 0, Letters() if tokenizer else None)["turns"]
+    turns = read_trajectory(open_source(str(run)), 1, 0, 0, Letters() if tokenizer else None)["turns"]
 
     assert [(one["kind"], len(one["calls"])) for one in turns] == [("prompt", 0), ("sampled", 1)]
     assert (turns[1]["calls"][0]["name"], turns[1]["calls"][0]["failure"]) == ("run", "crash")
@@ -351,20 +308,14 @@ def test_tool_calls_stand_with_the_turn_that_made_them(tmp_path: Path, tokenizer
 
 def test_a_trajectory_that_forked_is_shown_with_the_reason_and_the_run_with_the_number_for_each(tmp_path: Path) -> None:
     note = "rayapp: turn 2 does not continue the conversation: clock in prompt"
-    forked = replace(trajectory(1.0), forks=(Fork(start=3, after=-1),), agent_output=f"played\n{note}")
-    (tmp_path / "trajectories").mkdir()
-    write_trajectories(tmp_path / "trajectories" / "step=000001.parquet", 1, [group(0, forked)])
+    forked = trajectory(1.0, forks=(Fork(start=3, after=-1),), agent_output=f"played\n{note}")
 
-    one = read_trajectory(open_source(str(tmp_path)), 1, 0, 0, None)
+    one = read_trajectory(open_source(str(write(tmp_path, 1, group(0, forked)))), 1, 0, 0, None)
     assert (one["num_forks"], one["agent_output"].splitlines()[1]) == (1, note)
     known = ["agent/forked", "agent/forks", "agent/forks/clock_in_prompt", "agent/forks/retry", "agent/side_calls"]
     shown = {panel.title: keys_of_panel(panel, known) for panel in PANELS}
     assert shown["Why trajectories forked"] == ["agent/forks/clock_in_prompt", "agent/forks/retry"]
     assert shown["Agents' calls"] == ["agent/forked", "agent/side_calls"]
-
-
-def test_a_huge_text_is_cut_and_says_by_how_much() -> None:
-    assert cut("a" * 12, 10) == "aaaaaaaaaa\n… 2 more characters"
 
 
 @pytest.mark.parametrize(
@@ -383,19 +334,6 @@ def test_advantages_follow_from_the_rewards(rewards, valid, algorithm, expected)
 
     assert list(got.values) == [None if value is None else pytest.approx(value, abs=1e-5) for value in expected]
     assert ("grpo" in got.label) == (algorithm.get("adv_estimator", "grpo") == "grpo")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "shown"),
-    [
-        ("<|im_start|>system\nBe<|im_end|>\n<|im_start|>user\nSort it<|im_end|>\n<|im_start|>assistant\n", "Sort it"),
-        ("<|start_header_id|>user<|end_header_id|>\n\nSort it<|eot_id|>", "Sort it"),
-        ("Just text", "Just text"),
-        ("y" * 200, "…" + "y" * 160),
-    ],
-)
-def test_a_preview_is_what_the_user_asked(prompt: str, shown: str) -> None:
-    assert preview(prompt) == shown
 
 
 def test_a_config_that_does_not_parse_hides_no_run(run: Path) -> None:
@@ -419,10 +357,8 @@ def test_a_folder_that_holds_runs_stands_for_all_of_them(run: Path, tmp_path: Pa
 @pytest.fixture
 def evaluated(run: Path) -> ViewedRun:
     """The run with an evaluation after its second step, in which prompt 0 has a text of its own."""
-    (run / "evaluations").mkdir()
-    groups = [group(0, trajectory(1.0, text="Pineapple = 1")), group(1, trajectory(0.0))]
-    write_trajectories(run / "evaluations" / "step=000002.parquet", 2, groups)
-    return ViewedRun(open_source(str(run)))
+    groups = [group(0, trajectory(1.0, completion_text="Pineapple = 1")), group(1, trajectory(0.0))]
+    return ViewedRun(open_source(str(write(run, 2, *groups, name="evaluations"))))
 
 
 def test_evaluations_stand_among_the_groups_and_can_be_told_apart(evaluated: ViewedRun) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from rayapp.core.errors import InputError, StorageUnreachableError, UserError
+from rayapp.core.errors import UserError
 from rayapp.extras.view.run import ViewedRun
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.storage.opening import open_storage
-from support.ports import free_port
 from support.runs import hostile_group
 
 
@@ -46,10 +45,3 @@ async def test_a_run_in_a_bucket_is_read_like_one_in_a_folder(uri: str) -> None:
 def test_a_bucket_without_the_run_says_so(s3_environment: None) -> None:
     with pytest.raises(UserError, match="is not a run folder"):
         open_source("s3://runs-nowhere/run")
-
-
-def test_a_server_that_does_not_answer_is_told(s3_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
-
-    with pytest.raises((StorageUnreachableError, InputError)):
-        open_source("s3://runs/run")

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -18,12 +18,8 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rayapp.config.agent import EndpointSection
-from rayapp.config.other_models import JudgeSection
-from rayapp.core.errors import ConfigError, RewardFailedError
+from rayapp.core.errors import ConfigError
 from rayapp.core.types import Completion, RequestId, SamplingParams
-from rayapp.extras.judges import questions
-from rayapp.extras.judges.judge import Judge
-from rayapp.extras.judges.questions import Asked
 from rayapp.rollout.gateway import server
 from rayapp.rollout.gateway.forms import too_large
 from rayapp.rollout.gateway.forwarding import Forwarder
@@ -85,15 +81,11 @@ async def test_openais_chat_has_tools_usage_and_goes_on(serve: Any) -> None:
         )
 
         assert (first.choices[0].finish_reason, message.content, first.model) == ("tool_calls", "let me", "any")
-        assert message.model_extra is not None
         assert message.model_extra["reasoning_content"] == "hm"
         assert (call.function.name, json.loads(call.function.arguments)) == ("echo", {"t": "a"})
         assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "done")
         assert served.session.tree.forks == []
         first_size, second_size = (len(request[1]) for request in served.engine.requests)
-        assert second.usage is not None
-        assert second.usage.prompt_tokens_details is not None
-        assert first.usage is not None
         assert second.usage.prompt_tokens_details.cached_tokens == first_size + first.usage.completion_tokens
         assert (second.usage.prompt_tokens, second.usage.completion_tokens) == (second_size, len("done") + 1)
         # The run's temperature, at which the policy is trained; the agent's number of tokens.
@@ -144,7 +136,6 @@ async def test_openais_responses_have_tools_and_go_on_by_items_or_by_id(serve: A
         assert [item.type for item in first.output] == ["message", "function_call"]
         assert (first.output_text, second.output_text, third.output_text) == ("let me", "done", "again")
         assert served.session.tree.forks == []
-        assert third.usage is not None
         assert third.usage.input_tokens == len(served.engine.requests[2][1])
 
 
@@ -178,7 +169,7 @@ async def test_what_is_not_offered_is_refused_in_the_apis_form(serve: Any) -> No
         ({"frequency_penalty": 0.5}, "frequency_penalty 0.5"),
         ({"top_logprobs": 2}, "top_logprobs 2 is not supported"),
         ({"n": 0}, "n must be an integer of at least 1"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "the policy reads only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must have its bytes in base64"),
         ({"messages": [{"role": "robot", "content": ""}]}, "role must be system, developer, user, assistant or tool"),
         ({"messages": []}, "the last message must have the role user or tool"),
         ({"tools": [{"type": "web_search"}]}, "only tools of type function"),
@@ -236,28 +227,19 @@ async def test_fields_without_effect_are_named_in_the_reply_and_those_that_chang
     serve: Any,
 ) -> None:
     changing: list[dict[str, Any]] = [
-        {"min_p": 0.1},
-        {"repetition_penalty": 1.1},
-        {"guided_json": {}, "ignore_eos": True},
-        {"chat_template_kwargs": {"tools": False}},
-        {"stop": ["x"] * 17},
-        {"stop": "x" * 201},
+        {"min_p": 0.1}, {"repetition_penalty": 1.1}, {"guided_json": {}, "ignore_eos": True},
+        {"chat_template_kwargs": {"tools": False}}, {"stop": ["x"] * 17}, {"stop": "x" * 201},
         {"parallel_tool_calls": "no"},
-    ]
+    ]  # fmt: skip
     async with serve("yes") as served:
         chat = served.openai().chat.completions
         for fields in changing:
             with pytest.raises(openai.BadRequestError):
                 await chat.create(model="any", messages=HI, extra_body=fields)
         assert served.engine.requests == []
-        told = await chat.with_raw_response.create(
-            model="any",
-            messages=HI,
-            temperature=0.2,
-            reasoning_effort="low",
-            max_tokens=5,
-            extra_body={"max_completion_tokens": None, "ignore_eos": False, "of_next_year": 1, "user": "me"},
-        )
+        extra = {"max_completion_tokens": None, "ignore_eos": False, "of_next_year": 1, "user": "me"}
+        plain: Any = {"temperature": 0.2, "reasoning_effort": "low", "max_tokens": 5}
+        told = await chat.with_raw_response.create(model="any", messages=HI, extra_body=extra, **plain)
         (model,) = [each async for each in served.openai().models.list()]
         assert await served.openai().models.retrieve(model.id) == model
         with pytest.raises(openai.NotFoundError, match="there is no model"):
@@ -463,9 +445,7 @@ async def test_an_endpoint_that_fails_is_an_error_of_the_call_and_keeps_its_key(
     assert "set-cookie" not in busy.value.response.headers
     assert served.session.trajectory().agent_counts["endpoint_errors"] == 4
     monkeypatch.delenv("HELPERS_KEY")
-    with pytest.raises(
-        ConfigError, match=r"agent.external.endpoint has no key: the environment variable HELPERS_KEY is not set"
-    ):
+    with pytest.raises(ConfigError, match="endpoint has no key: the environment variable HELPERS_KEY is not set"):
         Forwarder(forwarder._section)
 
 
@@ -506,9 +486,7 @@ async def test_a_form_guides_the_sampling_where_the_run_says_so_unless_the_engin
         await chat.create(**asked)
         schema = {"type": "array", "items": {"type": "string", "maxLength": 100}, "maxItems": 100}
         form: Any = {"type": "json_schema", "json_schema": {"name": "wide", "schema": schema}}
-        with pytest.raises(
-            openai.BadRequestError, match="response_format: this constraint is too large for the engine"
-        ):
+        with pytest.raises(openai.BadRequestError, match="response_format: this constraint is too large for the"):
             await chat.create(**asked, response_format=form)
 
         assert formed.choices[0].message.content == '{"a": 1}'
@@ -557,24 +535,3 @@ async def test_a_stream_that_waits_long_begins_with_comments_and_tells_errors_as
         with pytest.raises(openai.APIError, match="this session is over"):
             async for _ in stream:
                 pass
-
-
-async def test_a_policy_behind_the_gateway_can_judge(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(questions, "question_number", lambda: 12345)
-    said = json.dumps({"question": 12345, "reason": "it is right", "scores": {"right": 8}})
-    async with serve(said, "I like it, 4 of 10.") as served:
-        monkeypatch.setenv("SESSION_KEY", served.session.key)
-        section = JudgeSection.model_validate(
-            {"name": "q", "base_url": f"{served.url}/v1", "model": "any", "api_key_env": "SESSION_KEY",
-             "response_format": "none", "rubric": {"right": "It is right."}}
-        )  # fmt: skip
-        judge = Judge(section)
-        asked = Asked(messages=tuple(HI), response="hello")
-        score, _, judgement = await judge.score(asked)
-        with pytest.raises(RewardFailedError, match="not JSON: 'I like it") as prose:
-            await judge.score(replace(asked, response="other"))
-        await judge.close()
-
-    assert (score, judgement.reason) == (0.8, "it is right")
-    assert judgement.bill.tokens_in > 100
-    assert (prose.value.kind, served.engine.requests[0][2].temperature) == ("judge_answer", 1.0)

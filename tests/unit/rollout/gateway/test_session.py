@@ -12,8 +12,7 @@ import pytest
 
 from rayapp.core.errors import EngineError
 from rayapp.core.syntax import answer_of
-from rayapp.core.trajectories import before
-from rayapp.core.types import Completion, Fork, RequestId, RolloutStatus, SamplingParams
+from rayapp.core.types import RequestId, RolloutStatus, SamplingParams
 from rayapp.rollout.agent.chat import load_template
 from rayapp.rollout.gateway.conversation import Ask, RefusedError, Reply, Said, ToolCall
 from rayapp.rollout.gateway.limits import SessionLimits
@@ -147,52 +146,6 @@ async def test_what_clients_change_on_the_way_back_is_still_the_same_turn(bench:
     assert b.session.tree.forks == []
 
 
-async def test_a_retry_is_sampled_anew_after_the_same_prompt(bench: Any) -> None:
-    b = await bench("one", "two")
-
-    await b.ask(user("hi"))
-    reply = await b.ask(user("hi"))
-
-    (first, second), tree = b.engine.requests, b.session.tree
-    assert first[1] == second[1]
-    assert first[2].seed != second[2].seed
-    assert tree.forks == [Fork(start=tree.turns[0].end, after=tree.turns[0].start - 1)]
-    assert reply.num_cached_tokens == reply.num_prompt_tokens
-
-
-async def test_a_tool_result_that_is_cut_later_forks_after_the_turn_that_called(bench: Any) -> None:
-    b = await bench(call("a"), "one", "two")
-
-    reply = await b.ask(user("go"), tools=(TOOL,))
-    said, cid = reply.choices[0].said, reply.choices[0].calls[0].id
-    await b.ask(user("go"), said, Said(role="tool", text="a long result", call_id=cid), tools=(TOOL,))
-    await b.ask(user("go"), said, Said(role="tool", text="a [cut]", call_id=cid), tools=(TOOL,))
-
-    tree = b.session.tree
-    assert len(tree.forks) == 1
-    # The branches split where the results differ, in the middle of the prompt.
-    ids = tree.trajectory().token_ids
-    assert "a " + b.tokenizer.decode(ids[tree.forks[0].start : tree.turns[2].start][:5].tolist()) == "a [cut]"
-    read = tree.trajectory().token_ids[before(tree.turns[2].start, tree.forks)]
-    assert read.tolist() == list(b.engine.requests[2][1])
-
-
-async def test_a_compacted_history_begins_a_conversation_and_shares_what_it_can(bench: Any) -> None:
-    b = await bench("one", "two", "three")
-    system = Said(role="system", text="You are an agent.")
-
-    first = await b.ask(system, user("task"))
-    await b.ask(system, user("task"), first.choices[0].said, user("more"))
-    await b.ask(system, user("summary: all is well"), Said(role="assistant", text="I said so"), user("go on"))
-
-    tree = b.session.tree
-    assert "I said so" in b.read(2)
-    assert len(tree.forks) == 1
-    assert tree.forks[0].after >= len("You are an agent.")  # Bytes are tokens here: the system prompt is there once.
-    read = tree.trajectory().token_ids[before(tree.turns[2].start, tree.forks)]
-    assert read.tolist() == list(b.engine.requests[2][1])
-
-
 async def test_choices_are_turns_of_one_prompt_and_each_can_go_on(bench: Any) -> None:
     b = await bench("one", "two", "after two", "after one")
 
@@ -202,6 +155,9 @@ async def test_choices_are_turns_of_one_prompt_and_each_can_go_on(bench: Any) ->
     await b.ask(user("hi"), one, user("?"))
 
     assert [choice.text for choice in reply.choices] == ["one", "two"]
+    first, second = b.engine.requests[:2]
+    assert first[1] == second[1]
+    assert first[2].seed != second[2].seed
     assert "two<|im_end|>" in b.read(2)
     assert "one<|im_end|>" in b.read(3)
     num_sampled = sum(len(t) + 1 for t in ("one", "two", "after two", "after one"))
@@ -265,6 +221,15 @@ async def test_a_session_is_cut_to_the_tokens_of_a_trajectory(bench: Any) -> Non
     assert b.session.trajectory().status is RolloutStatus.TRUNCATED
 
 
+async def test_an_answer_that_ends_with_the_last_token_is_whole(bench: Any) -> None:
+    probe = await bench("yes")
+    await probe.ask(user("hi"))
+    b = await bench("yes", max_tokens=probe.session.tree.size)
+
+    assert (await b.ask(user("hi"))).choices[0].finish_reason == "stop"
+    assert b.session.trajectory().status is RolloutStatus.COMPLETED
+
+
 async def test_samples_of_one_moment_share_what_is_left_and_all_fit(bench: Any) -> None:
     b = await bench(script=lambda name, ids: "x" * 40, max_tokens=100)
 
@@ -285,19 +250,9 @@ async def test_what_the_engine_fails_at_ends_the_session_and_is_kept(bench: Any)
     assert isinstance(b.session.trouble.exception(), EngineError)
 
 
-class Slow:
-    """An engine that never answers."""
-
-    async def generate(
-        self, request_id: RequestId, prompt_ids: Sequence[int], sampling: SamplingParams, on_tokens: Any = None
-    ) -> Completion:
-        await asyncio.Event().wait()
-        raise AssertionError("it never answers")
-
-
 async def test_a_session_that_ends_refuses_what_waits_and_what_comes(bench: Any) -> None:
     b = await bench()
-    b.session.engine = Slow()
+    b.session.engine = make.engine(b.tokenizer, b.script, latency_s=600.0)
     waiting = asyncio.create_task(b.ask(user("hi")))
     while not b.session._running:
         await asyncio.sleep(0)
@@ -312,20 +267,13 @@ async def test_a_session_that_ends_refuses_what_waits_and_what_comes(bench: Any)
 
 
 @pytest.mark.parametrize(
-    ("messages", "fields", "problem"),
-    [
-        ((), {}, "the last message must have the role user or tool"),
-        ((user("a"), Said(role="assistant", text="b")), {}, "the last message must have the role user or tool"),
-        ((user("a"),), {"num_choices": 17}, "n is 17: it must be from 1 to 16"),
-        ((user("a"),), {"previous": "nothing"}, "this server has no such reply"),
-    ],
+    ("fields", "problem"),
+    [({"num_choices": 17}, "n is 17: it must be from 1 to 16"), ({"previous": "nothing"}, "server has no such reply")],
 )
-async def test_a_call_that_can_not_be_served_is_refused(
-    bench: Any, messages: tuple[Said, ...], fields: dict[str, Any], problem: str
-) -> None:
+async def test_a_call_that_can_not_be_served_is_refused(bench: Any, fields: dict[str, Any], problem: str) -> None:
     b = await bench()
     with pytest.raises(RefusedError, match=problem):
-        await b.ask(*messages, **fields)
+        await b.ask(user("a"), **fields)
 
 
 async def test_tools_that_the_template_has_no_place_for_are_refused(bench: Any) -> None:
@@ -333,22 +281,14 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(bench: Any) 
     b = await bench(template=plain)
     assert (await b.ask(user("hi"))).choices[0].text == "yes"
 
-    with pytest.raises(
-        RefusedError, match=r"can't render this request's tools and template variables: .*not write the tools"
-    ):
+    with pytest.raises(RefusedError, match=r"can't render this request's tools .*not write the tools"):
         await b.ask(user("hi"), tools=(TOOL,))
 
 
-@pytest.mark.parametrize(
-    ("written", "sent_back"),
-    [
-        ("10.0", "10"),
-        ("1e3", "1000"),
-        ("-0.0", "0"),
-        ("12345678901234567890", "12345678901234567000"),
-        ("1e400", "null"),
-    ],
-)
+NUMBERS = {"10.0": "10", "1e3": "1000", "-0.0": "0", "12345678901234567890": "12345678901234567000", "1e400": "null"}
+
+
+@pytest.mark.parametrize(("written", "sent_back"), NUMBERS.items())
 async def test_numbers_that_javascript_writes_otherwise_do_not_fork(bench: Any, written: str, sent_back: str) -> None:
     b = await bench(f'<tool_call>\n{{"name": "echo", "arguments": {{"t": {written}}}}}\n</tool_call>', "done")
 
@@ -368,17 +308,6 @@ async def test_a_refused_call_truncates_only_a_trajectory_that_ends_with_it(benc
 
     await b.ask(user("hi"))
 
-    assert b.session.trajectory().status is RolloutStatus.COMPLETED
-
-
-async def test_an_answer_that_ends_with_the_last_token_is_whole(bench: Any) -> None:
-    probe = await bench("yes")
-    await probe.ask(user("hi"))
-    b = await bench("yes", max_tokens=probe.session.tree.size)
-
-    reply = await b.ask(user("hi"))
-
-    assert (reply.choices[0].finish_reason, b.session.tree.size) == ("stop", b.max_tokens)
     assert b.session.trajectory().status is RolloutStatus.COMPLETED
 
 

@@ -23,28 +23,6 @@ def add(tree: Recorder, after: int, read: Sequence[int], sampled: Sequence[int])
     return tree.add_turn(after, read, completion(sampled), text="", started_at_s=0.0)[1]
 
 
-def test_a_conversation_that_goes_on_is_one_line() -> None:
-    tree = Recorder()
-
-    last = add(tree, add(tree, -1, [1, 2], [3]), [4], [5, 6])
-
-    assert tree.trajectory().token_ids.tolist() == tree.context(last) == [1, 2, 3, 4, 5, 6]
-    assert tree.trajectory().response_mask.tolist() == [False, False, True, False, True, True]
-    assert tree.trajectory().rollout_log_probs.tolist() == [0, 0, -1, 0, -1, -2]
-    assert tree.forks == []
-
-
-def test_a_retry_reads_nothing_again_and_is_a_turn_of_its_own() -> None:
-    tree = Recorder()
-    add(tree, -1, [1, 2], [3, 4])
-
-    last = add(tree, -1, [1, 2], [3, 5])
-
-    assert tree.trajectory().token_ids.tolist() == [1, 2, 3, 4, 3, 5]
-    assert tree.forks == [Fork(start=4, after=1)]
-    assert tree.context(last) == [1, 2, 3, 5]
-
-
 def test_a_helper_with_its_own_prompt_begins_a_conversation_and_the_first_goes_on() -> None:
     tree = Recorder()
     main = add(tree, -1, [1, 2], [3])
@@ -53,6 +31,8 @@ def test_a_helper_with_its_own_prompt_begins_a_conversation_and_the_first_goes_o
     last = add(tree, main, [4], [5])
 
     assert tree.context(last) == [1, 2, 3, 4, 5]
+    assert tree.trajectory().response_mask.tolist() == [False, False, True, False, True, False, True]
+    assert tree.trajectory().rollout_log_probs.tolist() == [0, 0, -1, 0, -1, 0, -1]
     assert tree.forks == [Fork(start=3, after=-1), Fork(start=5, after=2)]
     assert [branch.tolist() for branch in branches(tree.size, tree.forks)] == [[3, 4], [0, 1, 2, 5, 6]]
 
@@ -100,7 +80,6 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_computed_it_first() -
     assert tree.num_routed(goes_on) == 5
     assert tree.trajectory().token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
     experts = tree.trajectory().routed_experts
-    assert experts is not None
     assert experts.shape == (10, 1, 2)
     assert experts[:, 0, 0].tolist() == [1, 1, 1, 3, 2, 0, 3, 0, 4, 0]
 
@@ -108,7 +87,6 @@ def test_the_experts_of_a_token_are_those_of_the_turn_that_computed_it_first() -
 def test_a_cut_sample_has_the_experts_of_its_tokens() -> None:
     whole = replace(completion([1, 2, 3, 4]), routed_experts=np.arange(5, dtype=np.uint8).reshape(5, 1, 1))
     kept = cut_completion(whole, 2).routed_experts
-    assert kept is not None
     assert kept.ravel().tolist() == [0, 1, 2]
 
 
@@ -124,7 +102,6 @@ def test_masks_stand_at_the_tokens_of_their_turn_and_each_is_kept_once() -> None
     tree.add_turn(free, [7], cut_completion(said([8, 9, 9], 6, 5, 8), 2), text="", started_at_s=0.0)
 
     allowed = tree.trajectory().allowed
-    assert allowed is not None
     assert allowed.masks.shape == (2, 2)  # 5 and 6; the mask of the token that was cut off is gone
     words = [None if number < 0 else allowed.masks[number, 0] for number in allowed.mask_of.tolist()]
     assert words == [None, None, 5, 6, None, None, None, 6, 5]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import math
 import os
 import signal
 import subprocess
@@ -61,18 +60,6 @@ async def new(provider: LocalProvider, spec: SandboxSpec | None = None) -> Local
 @pytest.fixture
 async def sandbox(provider: LocalProvider) -> LocalSandbox:
     return await new(provider)
-
-
-async def test_a_function_is_called_once_per_input_and_its_values_come_back_with_their_types(
-    sandbox: LocalSandbox,
-) -> None:
-    inputs = [[1], [True], [1.0], [(1, [2])], [{3: {4}}], [b"\x00"], [math.nan], [None]]
-
-    report = await sandbox.call_function("def f(x): return x", "f", inputs, timeout_s=5)
-
-    assert report.exec.ok
-    assert [repr(call.value) for call in report.calls] == [repr(args[0]) for args in inputs]
-    assert report.exec.isolation == sandbox.isolation
 
 
 async def test_each_execution_starts_from_the_same_interpreter_with_a_seed_and_a_process_group_of_its_own(
@@ -232,25 +219,6 @@ async def test_a_child_that_waits_beside_an_execution_does_not_count_against_its
     assert report.exec.ok, report
 
 
-async def test_a_definition_that_raises_is_told_apart_from_a_call_that_raises(sandbox: LocalSandbox) -> None:
-    broken = await sandbox.call_function("raise ValueError('top')", "f", [[1]], timeout_s=5)
-    raising = await sandbox.call_function("def f(x): raise ValueError('inside')", "f", [[1]], timeout_s=5)
-
-    assert (broken.exec.outcome, broken.exec.error) == (ExecOutcome.CODE_FAILED, "ValueError: top")
-    assert raising.exec.ok
-    assert raising.calls[0].error == "ValueError: inside"
-
-
-async def test_the_deadline_is_for_definition_and_all_calls_together(sandbox: LocalSandbox) -> None:
-    code = "import time\ndef f(s):\n    time.sleep(s)\n    return s"
-
-    report = await sandbox.call_function(code, "f", [[0.0], [0.0], [60.0], [0.0]], timeout_s=2.5)
-
-    assert report.exec.stopped_for is StopCause.TIMEOUT
-    assert [call.ok for call in report.calls] == [True, True, False, False]
-    assert 2.4 < report.exec.duration_s < 30
-
-
 @contextlib.contextmanager
 def busy_core() -> Iterator[int]:
     """Give a core for which twelve others compete, each in a session of its own: the scheduler shares it among them."""
@@ -260,7 +228,6 @@ def busy_core() -> Iterator[int]:
     spinners = [subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE) for _ in range(12)]
     try:
         for spinner in spinners:
-            assert spinner.stdout is not None
             spinner.stdout.readline()
         yield core
     finally:
@@ -342,36 +309,11 @@ async def test_an_execution_may_open_few_files_and_its_zygote_as_many_as_we(sand
     assert zygotes == ours
 
 
-async def test_the_order_of_a_set_is_the_same_in_every_interpreter(provider: LocalProvider) -> None:
-    code = "def f(): return list({'alpha', 'beta', 'gamma', 'delta', 'epsilon'})"
-    both = await new(provider), await new(provider)
-    assert both[0].slot.pid != both[1].slot.pid
-
-    orders = [(await sandbox.call_function(code, "f", [[]], timeout_s=5)).calls[0].value for sandbox in both]
-
-    assert orders[0] == orders[1]
-
-
-async def test_a_script_has_output_input_and_an_exit_status_or_a_traceback(sandbox: LocalSandbox) -> None:
-    code = "import sys\nprint(input())\nprint('bad', file=sys.stderr)\nsys.exit(3)"
-    done = await sandbox.run_code(code, timeout_s=5, stdin="hällo\n")
+async def test_a_traceback_shows_the_lines_of_the_code_and_nothing_of_ours(sandbox: LocalSandbox) -> None:
     raised = await sandbox.run_code("def f():\n    return 1 / 0\nf()", timeout_s=5)
 
-    assert (done.outcome, done.exit_code) == (ExecOutcome.CODE_FAILED, 3)
-    assert (done.stdout, done.stderr) == ("hällo\n", "bad\n")
-    assert (raised.outcome, raised.exit_code) == (ExecOutcome.CODE_FAILED, 1)
-    assert raised.error == "ZeroDivisionError: division by zero"
     assert 'File "<candidate>", line 2, in f' in raised.stderr
     assert "rayapp" not in raised.stderr
-
-
-async def test_output_past_the_cap_stops_the_code(sandbox: LocalSandbox) -> None:
-    done = await sandbox.run_code("while True: print('x' * 999)", timeout_s=20, max_output_bytes=5000)
-
-    assert done.stopped_for is StopCause.OUTPUT
-    assert done.truncated
-    assert len(done.stdout) == 5000
-    assert done.duration_s < 10
 
 
 async def test_names_stay_in_a_session_also_after_an_exception_and_an_exit_and_nowhere_else(
@@ -400,21 +342,6 @@ async def test_a_stopped_session_is_forgotten_and_the_next_one_works(sandbox: Lo
     assert stopped.stopped_for is StopCause.TIMEOUT
     assert (died.outcome, died.exit_code) == (ExecOutcome.CODE_FAILED, 7)
     assert then.stdout == "False\n"
-
-
-async def test_files_stay_until_the_sandbox_ends(provider: LocalProvider) -> None:
-    first = await new(provider)
-    await first.write_file("sub/data.bin", b"\x00\xff" * 1000)
-
-    seen = await first.run_code("print(len(open('sub/data.bin', 'rb').read()))", timeout_s=5)
-    back = await first.read_file("sub/data.bin", max_bytes=10)
-    await first.kill()
-    second = await new(provider)
-
-    assert seen.stdout == "2000\n"
-    assert back == b"\x00\xff" * 5
-    with pytest.raises(FileNotFoundError, match=r"sub/data\.bin"):
-        await second.read_file("sub/data.bin")
 
 
 @pytest.mark.parametrize("most_jobs", [2, 3], ids=["a worn slot", "a slot that could go on"])
@@ -450,20 +377,13 @@ async def test_files_outside_the_sandbox_or_larger_than_its_disk_are_refused(san
         await sandbox.write_file("big", b"\0" * (17 << 20))
 
 
-async def test_commands_run_with_their_exit_status_and_a_file_of_the_working_folder_is_none(
-    sandbox: LocalSandbox,
-) -> None:
+async def test_a_program_is_found_on_the_usual_path_and_never_in_the_working_folder(sandbox: LocalSandbox) -> None:
     # A script of Harbor's calls pytest by name, and the agent may have left a file of that name.
     await sandbox.write_file("mytool", b"#!/bin/sh\necho paid\n")
-    echoed = await sandbox.run_command(["/bin/cat"], timeout_s=5, stdin="through")
-    failed = await sandbox.run_command(["/bin/sh", "-c", "exit 9"], timeout_s=5)
     missing = await sandbox.run_command(["no-such-program"], timeout_s=5)
     asked = await sandbox.run_command(["bash", "-c", "type -a mytool; echo $PATH"], timeout_s=5)
 
-    assert (echoed.ok, echoed.stdout) == (True, "through")
-    assert (failed.outcome, failed.exit_code) == (ExecOutcome.CODE_FAILED, 9)
-    assert missing.exit_code == 127
-    assert "no-such-program" in missing.stderr
+    assert (missing.exit_code, "no-such-program" in missing.stderr) == (127, True)
     assert asked.stdout == f"{USUAL_PATH}\n"
 
 
@@ -513,17 +433,6 @@ async def test_a_connection_that_nobody_accepted_ends_with_its_sandbox() -> None
     await provider.close()
 
 
-async def test_a_cancelled_call_ends_the_code_and_the_sandbox_works_on(sandbox: LocalSandbox) -> None:
-    running = asyncio.create_task(sandbox.run_code("while True: pass", timeout_s=60))
-    await begun(sandbox)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-
-    async with asyncio.timeout(60):
-        assert (await sandbox.run_code("print(1)", timeout_s=5)).stdout == "1\n"
-
-
 async def test_a_call_can_be_cancelled_at_any_moment_and_nothing_stays_open(sandbox: LocalSandbox) -> None:
     """Before it began, while it runs, as its answer arrives, and after."""
     for _ in range(3):  # by then all that stays open anyway is
@@ -557,17 +466,6 @@ async def test_killing_a_sandbox_ends_what_runs_in_it_and_is_idempotent(provider
     assert not await sandbox.alive()
     with pytest.raises(SandboxGoneError, match="has ended"):
         await sandbox.run_code("pass", timeout_s=5)
-
-
-async def test_a_slot_serves_one_sandbox_after_the_other(provider: LocalProvider) -> None:
-    pids = set()
-    for _ in range(3):
-        sandbox = await new(provider)
-        pids.add(sandbox.slot.pid)
-        await sandbox.run_code("open('left', 'w') if False else None", timeout_s=5, stateful=True)
-        await sandbox.kill()
-
-    assert len(pids) == 1
 
 
 async def test_only_a_sandbox_that_left_no_trace_passes_its_waiting_children_on(provider: LocalProvider) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
@@ -13,6 +12,7 @@ from rayapp.sandbox.leases import Fate, Lease
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
 from support.fake_sandboxes import FakeProvider
+from support.timing import until
 
 SPEC = SandboxSpec()
 
@@ -53,12 +53,6 @@ def make(retry_every_s: float = 1.0) -> tuple[LeasePool, FakeProvider, PoolClien
 
 def leased(pool: LeasePool) -> float:
     return pool.stats()["sandbox/leased"]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def test_a_caller_that_gives_up_while_it_waits_leaves_no_lease_behind() -> None:
@@ -138,4 +132,24 @@ async def test_a_sandbox_that_cannot_be_made_or_ended_gives_its_place_back_and_c
         result = await sandbox.run_code("pass", timeout_s=5)
     assert result.ok
     assert leased(pool) == 0
+    await client.close()
+
+
+async def test_an_error_or_a_cancellation_in_the_block_gives_the_sandbox_back() -> None:
+    pool, provider, client, _ = make()
+    with pytest.raises(ZeroDivisionError):
+        async with client.lease(SPEC, timeout_s=5):
+            raise ZeroDivisionError
+
+    async def hold() -> None:
+        async with client.lease(SPEC, timeout_s=5):
+            await asyncio.Event().wait()
+
+    holding = asyncio.create_task(hold())
+    await until(lambda: leased(pool) == 1 and len(provider.living) == 1)
+    holding.cancel()
+    await asyncio.wait({holding})
+
+    await until(lambda: leased(pool) == 0)
+    assert not provider.living
     await client.close()

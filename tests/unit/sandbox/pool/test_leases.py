@@ -73,14 +73,6 @@ async def test_a_lease_past_its_time_to_live_goes_to_the_next_caller() -> None:
     assert (await waiting).holder == "b"
 
 
-async def test_leases_of_a_dead_caller_are_taken_back() -> None:
-    p = pool()
-    await p.acquire("dead", timeout_s=30)
-    await p.acquire("alive", timeout_s=30)
-    assert p.reclaim_of("dead") == 1
-    assert p.stats()["sandbox/leased"] == 1
-
-
 async def test_a_dead_callers_places_in_the_queue_go_with_its_leases() -> None:
     p = pool(max_leases=2)
     for _ in range(2):

@@ -22,6 +22,7 @@ from rayapp.sandbox.pool.build import build_pool, labels_of
 from rayapp.sandbox.pool.pool import LeasePool
 from support.fake_sandboxes import FakeProvider
 from support.make import Clock
+from support.timing import until
 
 SPEC = SandboxSpec()
 FAKE = {"type": "plugin", "name": "fake", "creations_per_s": 1000, "max_sandboxes": 4}
@@ -46,18 +47,10 @@ async def opened(
         assert not provider.living, "a sandbox was left behind"
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the pool's own tasks run until the condition holds."""
-    async with asyncio.timeout(60.0):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def test_a_sandbox_is_made_on_demand_labelled_and_ended_after_one_lease() -> None:
     provider = FakeProvider()
     async with opened(provider) as pool:
         lease = await pool.acquire("worker", SPEC, timeout_s=30)
-        assert lease.connection is not None
         assert provider.living[lease.connection.sandbox_id][RUN_LABEL] == "run-1"
         pool.release(lease.lease_id, Fate.CLEAN)
         await until(lambda: provider.killed == [lease.connection.sandbox_id])
@@ -164,19 +157,24 @@ async def test_a_creation_that_hangs_past_every_deadline_is_given_up_and_another
         assert pool.stats()["sandbox/plugin/failed_SandboxDeadlineError"] == 1
 
 
-async def test_a_used_sandbox_serves_again_only_while_it_looks_as_new_and_not_past_its_limit() -> None:
-    looks = iter(["a" * 64] * 3 + ["b" * 64] * 9)
+@pytest.mark.parametrize(
+    ("max_uses", "num_clean", "uses", "num_soiled"),
+    [(10, 3, [1, 1, 1, 2], 1), (2, 9, [1, 1, 2], 0)],
+    ids=["its third use soils it", "it may be used twice"],
+)
+async def test_a_used_sandbox_serves_again_only_while_it_looks_as_new_and_not_past_its_limit(
+    max_uses: int, num_clean: int, uses: list[int], num_soiled: int
+) -> None:
+    looks = iter(["a" * 64] * num_clean + ["b" * 64] * 9)
     provider = FakeProvider(respond=lambda code: f"look:{next(looks)}\n")
-    async with opened(provider, max_uses=10, fake={"max_sandboxes": 1}) as pool:
+    async with opened(provider, max_uses=max_uses, fake={"max_sandboxes": 1}) as pool:
         ids = []
-        for _ in range(4):
+        for _ in uses:
             lease = await pool.acquire("worker", SPEC, timeout_s=30)
-            assert lease.connection is not None
-            ids.append(lease.connection.sandbox_id)
+            ids.append(lease.connection and lease.connection.sandbox_id)
             pool.release(lease.lease_id, Fate.CLEAN)
-        # Looks: new a, after use a, after use a, after use b: the third use soiled it.
-        assert ids == ["fake-1", "fake-1", "fake-1", "fake-2"]
-        assert pool.stats()["sandbox/plugin/soiled"] == 1
+        assert ids == [f"fake-{number}" for number in uses]
+        assert pool.stats().get("sandbox/plugin/soiled", 0) == num_soiled
 
 
 @pytest.mark.parametrize("which", ["new", "used"])
@@ -197,24 +195,12 @@ async def test_a_sandbox_whose_check_fails_in_an_unexpected_way_is_ended(which: 
         waiting.cancel()
 
 
-async def test_a_use_limit_of_two_ends_a_clean_sandbox_after_two_leases() -> None:
-    provider = FakeProvider(respond=lambda code: f"look:{'a' * 64}\n")
-    async with opened(provider, max_uses=2, fake={"max_sandboxes": 1}) as pool:
-        ids = []
-        for _ in range(3):
-            lease = await pool.acquire("worker", SPEC, timeout_s=30)
-            ids.append(lease.connection and lease.connection.sandbox_id)
-            pool.release(lease.lease_id, Fate.CLEAN)
-        assert ids == ["fake-1", "fake-1", "fake-2"]
-
-
 async def test_a_dead_callers_sandbox_is_ended_and_never_lent_again() -> None:
     provider = FakeProvider(respond=lambda code: f"look:{'a' * 64}\n")
     async with opened(provider, max_uses=10) as pool:
         lease = await pool.acquire("dies", SPEC, timeout_s=30)
         await pool.acquire("lives", SPEC, timeout_s=30)
         assert pool.reclaim_of("dies") == 1
-        assert lease.connection is not None
         await until(lambda: provider.killed == [lease.connection.sandbox_id])
         assert pool.stats()["sandbox/leased"] == 1
 
@@ -244,7 +230,6 @@ async def test_the_sweep_ends_strays_and_forgets_the_dead() -> None:
         pool.min_ready = 0
         provider.lose("fake-1")
         stock = pool.stock
-        assert stock is not None
         assert await stock.sweep(stray_after_s=0.0) == 1
         assert set(provider.living) == {"of another run"}
         assert pool.stats()["sandbox/plugin/ready"] == 0
@@ -256,7 +241,6 @@ async def test_a_stray_is_left_alone_until_no_creation_can_still_claim_it() -> N
     provider = FakeProvider()
     async with opened(provider, clock=clock) as pool:
         stock = pool.stock
-        assert stock is not None
         provider.living["unknown"] = labels_of("run-1")
         assert await stock.sweep() == 0
         clock.now += 91.0
@@ -310,7 +294,6 @@ async def test_with_many_failing_calls_everybody_is_served_and_nothing_is_left()
     await pool.close(timeout_s=5.0)
     # Strays of lost replies are listed and ended as well; one kill in ten fails, three times in a row one in 1000.
     stock = pool.stock
-    assert stock is not None
     while provider.living:
         await stock.sweep(stray_after_s=0.0)
     assert pool.stats()["sandbox/granted"] == 200

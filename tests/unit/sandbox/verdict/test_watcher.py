@@ -4,29 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from rayapp.sandbox.verdict.program import new_nonce, source
+from support.timing import lives, until
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """False for a zombie too: no process may be there to reap it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_code_does_not_outlive_a_watcher_that_was_killed(tmp_path: Path) -> None:
+async def test_code_does_not_outlive_a_watcher_that_was_killed(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     code = f"import os\nopen({str(told)!r}, 'w').write(str(os.getpid()) + '\\n')\nwhile True: pass"
     job = {
@@ -35,12 +19,12 @@ def test_code_does_not_outlive_a_watcher_that_was_killed(tmp_path: Path) -> None
     }  # fmt: skip
     watcher = subprocess.Popen([sys.executable, "-I", "-c", source(job)], stdout=subprocess.DEVNULL)
     try:
-        until(lambda: told.exists() and told.read_text().endswith("\n"))
+        await until(lambda: told.exists() and told.read_text().endswith("\n"))
         candidate = int(told.read_text())
         assert candidate != watcher.pid
-        assert is_alive(candidate)
+        assert lives(candidate)
     finally:
         watcher.kill()
         watcher.wait()
 
-    until(lambda: not is_alive(candidate))
+    await until(lambda: not lives(candidate))

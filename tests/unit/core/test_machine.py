@@ -1,14 +1,17 @@
-"""Servers and learners share the cores with their kind, and with each other if both compute at once."""
+"""Servers and learners share the cores with their kind, and with each other if both compute at once. Freed memory goes
+back to the system."""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rayapp.core import machine
-from rayapp.core.machine import num_cores, share_of_cores
+from rayapp.core.machine import num_cores, share_of_cores, trim_heap
 
 
 @pytest.fixture
@@ -66,3 +69,26 @@ def test_a_small_model_gets_no_more_threads_than_it_has_work_for(
 
     assert share_of_cores(1, is_synchronous=True, model=str(model)) == threads
     assert share_of_cores(32, is_synchronous=True, model=str(model)) == 2
+
+
+MIB = 2**20
+
+
+def test_memory_that_a_thread_freed_is_given_back() -> None:
+    # 64 MiB in blocks too small for mmap (128 KiB), all but the last of them freed: the last one keeps the pool from
+    # shrinking by itself.
+    kept: list[bytearray] = []
+
+    def allocate() -> None:
+        blocks = [bytearray(b"x" * 64 * 1024) for _ in range(1024)]
+        kept.append(blocks.pop())
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    thread.join()
+    process = psutil.Process()
+    before = process.memory_info().rss
+
+    trim_heap()
+
+    assert process.memory_info().rss <= before - 32 * MIB

@@ -1,7 +1,8 @@
 """OpenStack Swift with its S3 interface, on loopback: a real store on disk, with signatures that are checked.
 
-One replica, one device, a process each for proxy, accounts, containers and objects. What was stored survives `kill`.
-Needs a file system with extended attributes, which Swift keeps its metadata in.
+One replica, one device, a process each for proxy, accounts, containers and objects. Needs a file system with extended
+attributes, which Swift keeps its metadata in. Swift lives in a Python environment of its own inside the running
+interpreter's, made once: its pins conflict with ours.
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 from support.ports import free_port
-from support.storage.swift_environment import SwiftNotInstalledError, swift_environment
 
+VERSION = "2.38.3"
+_REQUIREMENTS = (f"swift=={VERSION}", "setuptools<81")
+"""Swift finds its middleware through pkg_resources, which setuptools 81 no longer has."""
+_INSTALL_TIMEOUT_S = 600.0
 KEY, SECRET, REGION = "test:tester", "testing", "us-east-1"
 _KINDS = ("account", "container", "object")
 _START_TIMEOUT_S = 120.0
@@ -30,6 +35,42 @@ _FILTERS = {
     "s3api": "s3api", "tempauth": "tempauth", "copy": "copy", "slo": "slo", "dlo": "dlo",
     "versioned_writes": "versioned_writes", "symlink": "symlink",
 }  # fmt: skip
+
+
+class SwiftNotInstalledError(Exception):
+    """The environment can't be made; the message says why."""
+
+
+def swift_environment() -> Path:
+    """Return the environment's folder of programs.
+
+    Raises:
+        SwiftNotInstalledError: there is neither uv nor pip, or the packages can't be installed.
+    """
+    home = Path(sys.prefix) / "rayapp-servers" / f"swift-{VERSION}"
+    programs, whole = home / "bin", home / ".whole"
+    if whole.exists():
+        return programs
+    shutil.rmtree(home, ignore_errors=True)
+    uv = shutil.which("uv") or shutil.which("uv", path=str(Path(sys.prefix) / "bin"))
+    if uv is not None:
+        _run([uv, "venv", "--python", sys.executable, str(home)])
+        _run([uv, "pip", "install", "--python", str(programs / "python"), *_REQUIREMENTS])
+    else:
+        _run([sys.executable, "-m", "venv", str(home)])
+        _run([str(programs / "python"), "-m", "pip", "install", "--quiet", *_REQUIREMENTS])
+    whole.touch()
+    return programs
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SwiftNotInstalledError(f"{' '.join(command[:3])}: {error}") from None
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise SwiftNotInstalledError(f"{' '.join(command[:3])} failed: {reason}")
 
 
 class SwiftServer:
@@ -48,7 +89,7 @@ class SwiftServer:
         self._devices = home / "devices"
         (self._devices / "d1").mkdir(parents=True)
         self._check_attributes()
-        self._write_configuration(reserve="0")
+        self._write_configuration()
         self._build_rings()
 
     @property
@@ -76,24 +117,6 @@ class SwiftServer:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._processes = []
-
-    @contextlib.contextmanager
-    def full_disk(self) -> Iterator[None]:
-        """While the block runs, the object server sees no free space on its disk; restarted on both ends."""
-        self._restart(reserve="100%")
-        try:
-            yield
-        finally:
-            self._restart(reserve="0")
-
-    def _restart(self, *, reserve: str) -> None:
-        self.kill()
-        self._write_configuration(reserve=reserve)
-        self.start()
-
-    def data_files(self) -> list[Path]:
-        """Return the files that hold objects, largest first."""
-        return sorted((self._devices / "d1").glob("objects/**/*.data"), key=lambda path: -path.stat().st_size)
 
     def _spawn(self, kind: str) -> subprocess.Popen[bytes]:
         program = self._programs / f"swift-{kind}-server"
@@ -138,10 +161,10 @@ class SwiftServer:
                 if done.returncode == 2:
                     raise SwiftNotInstalledError(f"swift-ring-builder {arguments[0]}: {done.stdout}{done.stderr}")
 
-    def _write_configuration(self, *, reserve: str) -> None:
+    def _write_configuration(self) -> None:
         (self._home / "swift.conf").write_text("[swift-hash]\nswift_hash_path_suffix = rayapp-tests\n")
         for kind in _KINDS:
-            text = f"{self._defaults(kind)}fallocate_reserve = {reserve}\n[pipeline:main]\npipeline = {kind}-server\n"
+            text = f"{self._defaults(kind)}fallocate_reserve = 0\n[pipeline:main]\npipeline = {kind}-server\n"
             text += f"[app:{kind}-server]\nuse = egg:swift#{kind}\n"
             (self._home / f"{kind}.conf").write_text(text)
         filters = "".join(f"[filter:{name}]\nuse = egg:swift#{egg}\n{_options(name)}" for name, egg in _FILTERS.items())
