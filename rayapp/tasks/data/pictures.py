@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.config.config import Config
+from rayapp.config.agent import DataSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError
 from rayapp.core.names import load_extra
 from rayapp.core.types import Media
@@ -206,12 +207,11 @@ def _is_address(name: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None and not name.startswith("file://")
 
 
-def picture_rows(config: Config) -> PictureRows | None:
-    """Return the reader of pictures for the config's model, which is local; None if it reads only text."""
-    if not reads_pictures(config.model):
+def picture_rows(model: ModelSection, data: DataSection) -> PictureRows | None:
+    """Return the reader of pictures for a local model; None if it reads only text."""
+    if not reads_pictures(model):
         return None
-    files = PictureFiles(config.data.cache_dir, fetches=config.data.image_urls)
-    return PictureRows(load_pictures(config.model), files)
+    return PictureRows(load_pictures(model), PictureFiles(data.cache_dir, fetches=data.image_urls))
 
 
 @dataclass(frozen=True, slots=True)
