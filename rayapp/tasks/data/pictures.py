@@ -61,10 +61,6 @@ def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message,
     return tuple(each if IMAGE_PART in each["content"] else {**each, "content": _text(each)} for each in parted)
 
 
-def described(picture: bytes, size: tuple[int, int]) -> str:
-    return f"[picture {size[0]} x {size[1]}, {len(picture):,} bytes, sha256 {hash_bytes(picture)[:12]}…]"
-
-
 def as_marks(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return messages whose contents are texts again, with `<image>` for each picture: the form of a file's column."""
     return tuple(each if isinstance(each["content"], str) else {**each, "content": _text(each)} for each in messages)
