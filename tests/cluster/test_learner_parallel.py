@@ -169,8 +169,8 @@ def run(world, rank, next_port):
             rows = tuple(t for group in own_groups[:2] for t in group.trajectories)
             size = config.learner.sequence_parallel
             mine = rows[rank // size :: world // size]
-            facts["sft_loss"] = learner.supervised_loss(mine)
-            facts["sft"] = learner.supervised_step(2, mine)
+            facts["sft_loss"] = learner.supervised_loss(mine, {})
+            facts["sft"] = learner.supervised_step(2, mine, {})
             learner.export_hf(str(out / name))
         facts |= {"read": read[0], "written": list(written)}
         (out / f"{name}-{rank}.json").write_text(json.dumps(facts))
