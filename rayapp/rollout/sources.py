@@ -268,7 +268,7 @@ async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
         train, held_out = await open_files(config, agent.prompt_ids)
         if plays_outside and any(each is not None and each.has_pictures for each in (train, held_out)):
             raise InputError(
-                "an external agent can't read the pictures of data rows: its API takes only text. Use agent.name: "
+                "an external agent gets only the text of data rows, which have pictures. Use agent.name: "
                 "tool_agent or single_turn_agent"
             )
     except BaseException:

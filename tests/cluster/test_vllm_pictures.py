@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rayapp.core.errors import EngineError
 from rayapp.core.types import RequestId, SamplingParams
 from rayapp.engine.vllm import VllmEngine
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import opened
+from rayapp.storage.media import moved, opened
 from rayapp.storage.models.pictures import load_pictures
 from rayapp.storage.models.tokenizer import load_tokenizer
 from support.picture_models import picture, save_picture_model
@@ -53,6 +54,12 @@ async def test_vllm_reads_the_learners_tokens_and_samples_with_transformers_log_
     try:
         completion = await engine.generate(RequestId("group", 0), ids, sampling)
         again = await engine.generate(RequestId("group", 1), ids, sampling)
+        # A tool's picture after the sampled turn: vLLM reads the same ids, or the engine raises.
+        more, media = processor.expand([5, processor.token_id, 6], [picture((0, 255, 0))], [(56, 56)])
+        turns = [*ids, *completion.token_ids.tolist()]
+        seen = (*sampling.media, *moved(media, len(turns)))
+        known = {**sampling.pictures, media[0].sha256: picture((0, 255, 0))}
+        await engine.generate(RequestId("group", 3), [*turns, *more], replace(sampling, media=seen, pictures=known))
         with pytest.raises(EngineError, match="expands the prompt's 2 pictures to"):
             await engine.generate(RequestId("group", 2), [*ids[:5], ids[5], *ids[5:]], sampling)
     finally:
