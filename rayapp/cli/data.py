@@ -10,6 +10,7 @@ import typer
 
 from rayapp.core.errors import InputError, StorageExistsError
 from rayapp.core.logs import progress_bar
+from rayapp.core.names import load_extra
 
 if TYPE_CHECKING:
     from rayapp.tasks.data.preparing import Preparation
@@ -187,7 +188,5 @@ def view(
     save: Annotated[Path | None, typer.Option(help="Folder to write the row's pictures to")] = None,
 ) -> None:
     """Print one row: its messages with a line for each picture, its data source and its ground truth."""
-    from rayapp.tasks.data.reading import shown_row
-
-    for line in shown_row(file, row, save):
+    for line in load_extra("pictures.rows:shown_row")(file, row, save):
         typer.echo(line)

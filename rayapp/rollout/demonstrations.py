@@ -52,7 +52,7 @@ def read_demonstrations(config: Config, files: Sequence[str]) -> Demonstrations:
     else:
         template = load_template(config.agent.chat_template) if config.agent.chat_template else None
         paths = asyncio.run(fetch_files(files, config.data.cache_dir))
-        found = _of_files(paths, files, tokenizer, template, picture_rows(config))
+        found = _of_files(paths, files, tokenizer, template, picture_rows(config.model, config.data))
     return _within_limit(found, config.max_demonstration_tokens, drops=config.data.filter_overlong_prompts)
 
 

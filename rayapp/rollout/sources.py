@@ -158,7 +158,7 @@ async def open_files(config: Config, encode: Encode) -> tuple[TrainingData | Non
             pictures=pictures,
         )
 
-    pictures = await asyncio.to_thread(picture_rows, config)
+    pictures = await asyncio.to_thread(picture_rows, config.model, config.data)
     train = await opened(config.tasks, shuffle=config.data.shuffle)
     return train, await opened(config.eval.tasks, shuffle=False)
 

@@ -26,8 +26,6 @@ MAX_BYTES = 20 << 20  # of an encoded picture
 MAX_PIXELS = 1 << 25  # of a picture: 33 million, e.g. 8192 x 4096
 MOST_PICTURES = 128  # of a prompt, and of the later turns of a trajectory
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-# First bytes of a file -> its usual ending.
-KINDS = {b"\x89PN": "png", b"\xff\xd8\xff": "jpg", b"GIF": "gif", b"RIF": "webp"}
 IMAGE_PART = {"type": "image"}  # part of a message's content where a chat template writes its placeholder
 
 

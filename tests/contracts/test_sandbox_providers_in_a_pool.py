@@ -64,7 +64,7 @@ async def main(section, connection):
     long = ["sh", "-c", "echo > ~/it-runs; sleep 600"]
     running = asyncio.create_task(sandbox.run_command(long, timeout_s=600))
     looks = "import os; print(os.path.exists(os.path.expanduser('~/it-runs')))"
-    while (await sandbox.run_code(looks, timeout_s=20)).stdout != "True\n":
+    while (await sandbox.run_code(looks, timeout_s=20)).stdout != "True\\n":
         pass
     print("it runs", flush=True)
     await running

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,13 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from rayapp.storage.media import opened
 from support.picture_models import picture, save_picture_model
+from support.whole_runs import records
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[2]
 COLOURS = {"r": (220, 30, 30), "g": (30, 200, 40), "b": (30, 40, 220), "y": (230, 220, 30)}
+NUM_ROWS, NUM_STEPS, SAVED = 64, 28, 24
 WITHOUT_LOOKING = 1 / len(COLOURS)
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -31,7 +32,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def rows(folder: Path, *, blank: bool) -> Path:
     noise, found = np.random.default_rng(0), []
-    for index in range(64):
+    for index in range(NUM_ROWS):
         name = list(COLOURS)[index % len(COLOURS)]
         colour = (128, 128, 128) if blank else tuple(np.clip(COLOURS[name] + noise.integers(-25, 26, 3), 0, 255))
         found.append({
@@ -67,56 +68,68 @@ def warm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(model: Path, data: Path, folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
-    """Run `rayapp train`, and return the metrics of its steps."""
+@pytest.fixture(scope="module")
+def outputs(warm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of two runs that differ only in their pictures: `seen` has colours, `blank` has none."""
+    folder = tmp_path_factory.mktemp("runs")
     (folder / "reward.py").write_text(REWARD)
-    config = {
-        "run": {"name": name, "output_dir": str(folder / "outputs")},
-        "model": {"path": str(model)},
-        "tasks": [str(data)],
-        "agent": {"name": "single_turn_agent"},
-        "reward": {"custom": f"{folder / 'reward.py'}:compute_score"},
-        "data": {"cache_dir": str(folder / "cache")},
-        "cluster": {"device": "cpu"},
-        "rollout": {"group_size": 16, "max_prompt_tokens": 64, "max_completion_tokens": 1},
-        "train": {"num_steps": 40, "groups_per_step": 8},
-        "learner": {
-            "max_tokens_per_microbatch": 2048, "compute_dtype": "float32", "cpu_threads": 1, "optimizer": {"lr": 2e-3},
-        },
-        "server": {"kv_cache_gib": 0.1, "cpu_threads": 1, "dtype": "float32"},
-        "checkpoint": {"every_steps": 4},
-    }  # fmt: skip
-    file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "rayapp", "train", str(file), *overrides]
+    for name in ("seen", "blank"):
+        config = {
+            "run": {"name": name, "output_dir": str(folder), "deterministic": True},
+            "model": {"path": str(warm_model)},
+            "tasks": [str(rows(folder, blank=name == "blank"))],
+            "agent": {"name": "single_turn_agent"},
+            "reward": {"custom": f"{folder / 'reward.py'}:compute_score"},
+            "data": {"cache_dir": str(folder / "cache")},
+            "cluster": {"device": "cpu", "dashboard": False},
+            "rollout": {"group_size": 8, "max_prompt_tokens": 64, "max_completion_tokens": 1},
+            "train": {"num_steps": NUM_STEPS, "groups_per_step": 32},
+            "learner": {
+                "max_tokens_per_microbatch": 2048,
+                "compute_dtype": "float32",
+                "cpu_threads": 1,
+                "optimizer": {"lr": 5e-3},
+            },
+            "server": {"kv_cache_gib": 0.1, "cpu_threads": 1, "dtype": "float32"},
+            "checkpoint": {"every_steps": SAVED, "keep_last": 100, "final_dtype": "float32"},
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+        train(folder / f"{name}.yaml")
+    return folder
+
+
+def train(config_file: Path, *overrides: str) -> None:
+    command = [sys.executable, "-m", "rayapp", "train", str(config_file), *overrides]
     subprocess.run(command, cwd=ROOT, check=True, timeout=1800)
-    lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
-def last_mean(metrics: Sequence[dict[str, Any]]) -> float:
-    return float(np.mean([step["reward/mean"] for step in metrics[-5:]]))
+def rewards(folder: Path) -> list[float]:
+    return [record["reward/mean"] for record in records(folder)]
 
 
-def test_a_model_learns_the_colour_only_by_looking(warm_model: Path, tmp_path: Path) -> None:
-    seen = train(warm_model, rows(tmp_path, blank=False), tmp_path, "seen")
-    blank = train(warm_model, rows(tmp_path, blank=True), tmp_path, "blank")
+def test_a_model_learns_the_colour_only_by_looking(outputs: Path) -> None:
+    seen, blank = rewards(outputs / "seen"), rewards(outputs / "blank")
 
-    assert seen[0]["reward/mean"] < 2 * WITHOUT_LOOKING
-    assert last_mean(seen) > 0.8
-    assert last_mean(blank) < 2 * WITHOUT_LOOKING
-    assert max(step["rollout_probs_diff/max"] for step in seen) < 1e-3
-    kept = list((tmp_path / "outputs" / "seen" / "pictures").iterdir())
-    assert 0 < len(kept) <= 64
+    assert seen[0] < 2 * WITHOUT_LOOKING
+    assert np.mean(seen[-5:]) > 0.8
+    assert np.mean(blank[-5:]) < 2 * WITHOUT_LOOKING
+    assert max(record["rollout_probs_diff/max"] for record in records(outputs / "seen")) < 1e-3
+    assert len(list((outputs / "seen" / "pictures").iterdir())) == NUM_ROWS
 
 
-def test_a_run_on_pictures_resumes_to_the_bit(warm_model: Path, tmp_path: Path) -> None:
-    data = rows(tmp_path, blank=False)
-    whole = train(warm_model, data, tmp_path, "whole", "train.num_steps=7")
-    train(warm_model, data, tmp_path, "halted", "train.num_steps=4")
-    resumed = train(warm_model, data, tmp_path, "halted", "train.num_steps=7")
+def test_a_run_on_pictures_resumes_to_the_bit(outputs: Path) -> None:
+    seen, before = outputs / "seen", outputs / "before"
+    shutil.copytree(seen, before)
+    shutil.rmtree(seen / "final")
+    for checkpoint in (seen / "checkpoints").iterdir():
+        if checkpoint.name != f"step={SAVED:06d}":
+            shutil.rmtree(checkpoint)
+    train(outputs / "seen.yaml")
 
-    same = [name for name in whole[-1] if name.startswith(("reward/", "actor/", "response_length/"))]
-    assert len(same) > 5
-    for first, second in zip(whole[4:], resumed[4:], strict=True):
-        assert {name: first.get(name) for name in same} == {name: second.get(name) for name in same}
+    same = ("reward/", "learner/", "rollout_probs_diff/", "length/")
+    for first, second in zip(records(before), records(seen), strict=True):
+        assert {k: v for k, v in first.items() if k.startswith(same)} == {
+            k: v for k, v in second.items() if k.startswith(same)
+        }
+    weights, again = (load_file(folder / "final" / "model.safetensors") for folder in (before, seen))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayapp.config.config import Config
+from rayapp.config.agent import DataSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError
 from rayapp.core.names import load_extra
 from rayapp.core.types import Media
@@ -58,10 +59,6 @@ def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message,
     if (num := sum(part == IMAGE_PART for each in parted for part in each["content"])) != num_pictures:
         raise InputError(f"the messages have {num} places for pictures ({MARK}), but the row has {num_pictures}")
     return tuple(each if IMAGE_PART in each["content"] else {**each, "content": _text(each)} for each in parted)
-
-
-def described(picture: bytes, size: tuple[int, int]) -> str:
-    return f"[picture {size[0]} x {size[1]}, {len(picture):,} bytes, sha256 {hash_bytes(picture)[:12]}…]"
 
 
 def as_marks(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -206,12 +203,11 @@ def _is_address(name: str) -> bool:
     return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None and not name.startswith("file://")
 
 
-def picture_rows(config: Config) -> PictureRows | None:
-    """Return the reader of pictures for the config's model, which is local; None if it reads only text."""
-    if not reads_pictures(config.model):
+def picture_rows(model: ModelSection, data: DataSection) -> PictureRows | None:
+    """Return the reader of pictures for a local model; None if it reads only text."""
+    if not reads_pictures(model):
         return None
-    files = PictureFiles(config.data.cache_dir, fetches=config.data.image_urls)
-    return PictureRows(load_pictures(config.model), files)
+    return PictureRows(load_pictures(model), PictureFiles(data.cache_dir, fetches=data.image_urls))
 
 
 @dataclass(frozen=True, slots=True)

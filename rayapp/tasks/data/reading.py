@@ -21,11 +21,10 @@ from typing import Any, Literal
 from rayapp.core.errors import InputError
 from rayapp.core.types import Media
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import IMAGE_PART, KINDS
 from rayapp.tasks.data.data_row import DataRow, KindOf, check_truths, parse_messages, parse_row
 from rayapp.tasks.data.files import RowGroup, as_parquet, fetch_files, open_files, read_group, read_groups
 from rayapp.tasks.data.pictures import COLUMNS as PICTURES
-from rayapp.tasks.data.pictures import Pictured, PictureFiles, PictureRows, described, listed, with_parts
+from rayapp.tasks.data.pictures import Pictured, PictureRows
 
 log = logging.getLogger(__name__)
 _MOST_NAMED = 20
@@ -278,35 +277,6 @@ async def open_data(
         return TrainingData(groups, options, encode, check_agent, truth_kind, pictures)
 
     return await asyncio.to_thread(opened)
-
-
-def shown_row(file: str, number: int, save: Path | None) -> Iterator[str]:
-    """Yield one row of a file as lines for people, with its pictures in words, and write the pictures to `save`."""
-    cache = Path("data/cache")
-    (path,) = asyncio.run(fetch_files([file], cache))
-    path = as_parquet(path, cache)
-    groups = open_files([path])
-    group = next((each for each in groups if 0 <= number - each.first_row < each.num_rows), None)
-    if group is None:
-        raise InputError(f"{file} has {sum(each.num_rows for each in groups)} rows: --row {number} is not one of them")
-    (raw,) = read_group(group).slice(number - group.first_row, 1).to_pylist()
-    where, files, pictures = _where(group, number - group.first_row), PictureFiles(cache), listed(raw)
-    row = parse_row(raw, where)
-    found = [files.read(each, path.parent, i) for i, each in enumerate(pictures)]
-    words = (described(*each) for each in found)
-    for message in with_parts(row.messages, len(pictures)):
-        parts = [message] if isinstance(message["content"], str) else message["content"]
-        yield f"{message['role']}: " + "".join(
-            next(words) if part == IMAGE_PART else part.get("text", part.get("content", "")) for part in parts
-        )
-    yield f"data_source: {row.data_source}"
-    yield f"ground_truth: {row.ground_truth}"
-    for i, (encoded, _) in enumerate(found if save is not None else ()):
-        assert save is not None
-        save.mkdir(parents=True, exist_ok=True)
-        name = save / f"row{number}-{i}.{KINDS.get(encoded[:3], 'picture')}"
-        name.write_bytes(encoded)
-        yield f"wrote {name}"
 
 
 def _check_agents(groups: Sequence[RowGroup], check: CheckAgent) -> None:

@@ -37,6 +37,9 @@ def test_a_new_group_goes_to_the_server_with_the_fewest() -> None:
         # The fourth has ended, so server 0 has one group again, as all have.
         with router.placed(alone(5)) as sixth:
             assert sixth.server == 0
+        with pytest.raises(ZeroDivisionError), router.placed(alone(6)):
+            _ = 1 / 0
+        assert router.metrics()["routing/groups_max"] == 1.0, "one that failed no longer counts"
 
 
 def test_a_server_that_is_being_replaced_gets_nothing_while_another_is_up() -> None:

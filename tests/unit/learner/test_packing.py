@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayapp.core.errors import LearnerError
+from rayapp.core.types import Fork
 from rayapp.learner.attention import packed_attention, plan_attention
-from rayapp.learner.batch import TrainItem, make_micro_batch, split
+from rayapp.learner.batch import TrainItem, make_micro_batch, split, trained_branches
 from rayapp.learner.families import flex
 from rayapp.learner.families.flex import flex_tree_attention, tree_mask
 from rayapp.learner.families.mixers import MAX_PADDING, lay_out, paths_of
@@ -82,6 +83,17 @@ def test_a_prefix_is_computed_once_if_that_saves_four_tokens(
     num_tokens = pack([sequences], share_prefixes=True).num_tokens
 
     assert num_tokens == num_sequences * (2 if is_shared else 2 + num_shared) + is_shared * num_shared
+
+
+@pytest.mark.parametrize(("is_sampled", "later"), [(True, [([0, 1, 2, 3, 5, 6], [5])]), (False, [])])
+def test_a_token_that_branches_share_is_trained_in_the_first_and_a_branch_without_another_is_left_out(
+    later: list[tuple[list[int], list[int]]], *, is_sampled: bool
+) -> None:
+    mask = np.array([False, False, True, True, True, False, is_sampled])
+    forked = make.trajectory(range(7), 2, response_mask=mask, forks=(Fork(start=5, after=3),))
+
+    found = [(path.tolist(), responses.tolist()) for path, responses in trained_branches(forked)]
+    assert found == [([0, 1, 2, 3, 4], [2, 3, 4]), *later]
 
 
 def test_prompts_with_and_without_recorded_experts_are_not_counted_as_shared() -> None:

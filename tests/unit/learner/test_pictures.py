@@ -29,7 +29,7 @@ from rayapp.learner.state.checkpoint import begin_save, load_learner
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.learner.state.hf_folder import checkpoint_to_hf
 from rayapp.learner.step import PolicyLearner
-from rayapp.learner.supervised import log_probs_of
+from rayapp.learner.supervised import log_probs_of, supervised_loss
 from rayapp.storage.models.families import refuse_pictures
 from support import family_trial as trial
 from support.picture_trial import (
@@ -255,3 +255,13 @@ def test_the_mfu_and_the_plan_count_the_towers_products(models: dict[str, Path],
     planned = [train(own, config.learner, load, GPUS["h100"], is_compiled=False) for own in (shape, blind)]
     assert planned[0].flops - planned[1].flops == shape.tower_flops * load.prompts * load.prompt_tokens
     assert planned[0].seconds > planned[1].seconds
+
+
+def test_a_supervised_loss_reads_the_rows_pictures(models: dict[str, Path]) -> None:
+    group = group_of(1, "qwen3_vl", picture_in_the_middle)
+    with learner_of(models["qwen3_vl"]) as learner:
+        expected = -np.concatenate(log_probs_of(learner, group)).mean()
+        found = supervised_loss(learner, group.trajectories, group.pictures)
+        with pytest.raises(LearnerError, match="is not in its group"):
+            supervised_loss(learner, group.trajectories)
+    assert found == pytest.approx(expected, abs=1e-5)

@@ -193,8 +193,9 @@ def test_estimators_of_every_kind_train(tiny_model: Path, estimator: str) -> Non
     assert metrics["learner/num_trajectories"] == (6 if estimator == "remax" else 8)
 
 
+@pytest.mark.parametrize("batch_normalize", [False, True])
 def test_token_baselines_are_given_the_weights_between_learner_and_engine(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, *, batch_normalize: bool
 ) -> None:
     seen: list[AdvantageInputs] = []
 
@@ -203,7 +204,7 @@ def test_token_baselines_are_given_the_weights_between_learner_and_engine(
         return compute_advantages(inputs, algorithm)
 
     monkeypatch.setattr("rayapp.learner.step_plan.compute_advantages", noted)
-    correction = {"level": "token", "threshold": 1.05}
+    correction = {"level": "token", "threshold": 1.05, "batch_normalize": batch_normalize}
     groups = two_groups()
     with learner_of(
         tiny_model, {"algorithm": {"adv_estimator": "optimal_token_baseline", "rollout_correction": correction}}
@@ -212,9 +213,10 @@ def test_token_baselines_are_given_the_weights_between_learner_and_engine(
         step(learner, 1, groups)
     found = seen[0].is_weights
     assert found is not None
-    for weights_of_row, log_probs in zip(found, own, strict=True):
-        expected = np.minimum(np.exp(log_probs + 4.5), 1.05)  # the engine said -4.5 for every token
-        np.testing.assert_allclose(weights_of_row[: len(expected)].numpy(), expected, rtol=1e-4)
+    expected = [np.minimum(np.exp(log_probs + 4.5), 1.05) for log_probs in own]  # the engine said -4.5 for every token
+    mean = np.concatenate(expected).mean() if batch_normalize else 1.0
+    for weights_of_row, row in zip(found, expected, strict=True):
+        np.testing.assert_allclose(weights_of_row[: len(row)].numpy(), row / mean, rtol=1e-4)
 
 
 def test_the_reference_is_where_training_began(tiny_model: Path) -> None:
@@ -420,6 +422,7 @@ def test_a_checkpoint_is_of_the_step_it_began_after_and_goes_on_from_it_to_the_l
         for number in (1, 2):
             step(learner, number, two_groups(number))
         before = weights(learner)
+        torch.rand(1)  # a plug-in's loss may draw
         learner.begin_checkpoint(str(folder), 2)
         drawn = torch.rand(3)
         expected = step(learner, 3, two_groups(3)), weights(learner)  # changes weights and moments in place
@@ -428,7 +431,7 @@ def test_a_checkpoint_is_of_the_step_it_began_after_and_goes_on_from_it_to_the_l
         assert any((before[name] != expected[1][name]).any() for name in before)
     with learner_of(tiny_model, changes) as learner:
         assert learner.load_checkpoint(str(folder)) == 2
-        assert torch.equal(torch.rand(3), drawn)  # a plug-in's loss may draw
+        assert torch.equal(torch.rand(3), drawn)
         assert all((weights(learner)[name] == before[name]).all() for name in before)
         found = step(learner, 3, two_groups(3)), weights(learner)
 
