@@ -34,8 +34,12 @@ async def serving(
         folder, dtype=dtype, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256,
         num_hidden_layers=2, max_position_embeddings=2048, bos_token_id=None, eos_token_id=end_id, pad_token_id=end_id,
     )  # fmt: skip
-    lengths = {"max_prompt_tokens": 1000, "max_completion_tokens": 500}
-    config = make.config(folder, rollout=lengths, server={"engine_args": {"block_size": 32}, "dtype": dtype})
+    config = make.config(
+        folder,
+        rollout={"max_prompt_tokens": 1000, "max_completion_tokens": 500},
+        learner={"max_tokens_per_microbatch": 1500},
+        server={"engine_args": {"block_size": 32}, "dtype": dtype},
+    )
     server = VllmServer(config, 0)
     try:
         await server.start()
