@@ -64,7 +64,7 @@ from rayapp.engine.weights.sync import (
     choose_transport,
     transfer_plan,
 )
-from rayapp.rollout.images import ImagePlacement, PromptImages
+from rayapp.rollout.container_images import ImagePlacement, PromptImages
 
 __all__ = [
     "Cluster",

@@ -37,7 +37,7 @@ from rayapp.driver.sft import warm_up
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import unstalled
 from rayapp.rollout.check import check_inputs
-from rayapp.rollout.images import PromptImages, each_once, images_of_prompts, with_pinned_images
+from rayapp.rollout.container_images import PromptImages, each_once, images_of_prompts, with_pinned_images
 from rayapp.runs.checkpoints import KeptGroups
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.plots import write_reward_plot

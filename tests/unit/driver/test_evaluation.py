@@ -23,7 +23,7 @@ from rayapp.driver.run import Training
 from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import unstalled
 from rayapp.extras.view.run import ViewedRun
-from rayapp.rollout.images import ImagePlacement
+from rayapp.rollout.container_images import ImagePlacement
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.source import open_source

@@ -17,7 +17,7 @@ from rayapp.driver.feeding import feeding
 from rayapp.driver.group_rules import FailureBudget
 from rayapp.driver.run import Training
 from rayapp.driver.store import TrajectoryStore
-from rayapp.rollout.images import ImagePlacement
+from rayapp.rollout.container_images import ImagePlacement
 from rayapp.rollout.order import MAX_TRAJECTORIES_PER_WORKER, Cohort, GroupRequest
 from support import make
 

@@ -21,7 +21,7 @@ from rayapp.core.errors import ConfigError, ImageError, SandboxUnavailableError
 from rayapp.extras.images.pull import pull
 from rayapp.extras.images.store import open_store
 from rayapp.rollout.check import check_tasks
-from rayapp.rollout.images import ImagePlacement, each_once, images_of_prompts, with_pinned_images
+from rayapp.rollout.container_images import ImagePlacement, each_once, images_of_prompts, with_pinned_images
 from rayapp.rollout.order import GroupRequest, Mixing
 from rayapp.sandbox.images import parse
 from rayapp.sandbox.local import provider
