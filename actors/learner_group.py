@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,7 +47,7 @@ class LearnerGroup:
     _written: set[str] = field(default_factory=set, init=False, repr=False)
     # Policy version that every rank holds; None during a step, and after one that failed midway.
     _version: int | None = field(default=0, init=False, repr=False)
-    # Event that is unset while a step is trained.
+    # Event that is unset while a step is trained, and while successors of these learners load the model.
     _at_rest: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +60,14 @@ class LearnerGroup:
     async def rest(self) -> None:
         await self._at_rest.wait()
 
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self._at_rest.clear()
+        try:
+            yield
+        finally:
+            self._at_rest.set()
+
     def holds(self, version: int) -> bool:
         """True if every rank holds exactly the weights and the optimizer of this version."""
         return self._version == version
@@ -69,16 +78,15 @@ class LearnerGroup:
         self._version = None
         shares = deal(summaries, self.config, self._data_parallel)
         refs_of = self._of_ranks([[refs[share.position] for share in mine] for mine in shares])
-        self._at_rest.clear()
         showing = asyncio.create_task(self._show_progress())
         try:
-            results = await self._all(
-                handle.train_step(step, summaries, shares, own)
-                for handle, own in zip(self.handles, refs_of, strict=True)
-            )
+            with self.at_work():
+                results = await self._all(
+                    handle.train_step(step, summaries, shares, own)
+                    for handle, own in zip(self.handles, refs_of, strict=True)
+                )
         finally:
             showing.cancel()
-            self._at_rest.set()
         self._version = step
         return dict(results[0])
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-
-import yaml
 
 from rayapp.config.agent import EXTERNAL_AGENT, ExternalSection, is_data_file
 from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_NO_GROUP
 from rayapp.config.bundles import asked_servers, bundles_of, fewer_gpus, gpu_arithmetic, num_gpus_of
-from rayapp.config.keys import Keys, all_tasks
+from rayapp.config.keys import Keys
 from rayapp.config.other_models import JudgeSection
 from rayapp.core.http import SCHEME, server_named
 
@@ -28,7 +25,6 @@ def check_agreement(config: Keys) -> None:
     _warmup_fits(config)
     _dapo_fits(config)
     _groups_suffice(config)
-    _kl_in_reward_fits(config)
     _teacher_fits(config)
     _adapters_fit(config)
     _rounding_is_corrected(config)
@@ -119,15 +115,10 @@ def _external_agent_fits(config: Keys, external: ExternalSection, where: str) ->
             f"{'both a command and an entry' if external.entry else 'neither a command nor an entry'}: give exactly "
             "one of them (docs/agents.md)."
         )
-    if external.models == "endpoint" and not external.endpoint.base_url:
+    if (external.models == "endpoint") != bool(external.endpoint.base_url):
         raise ValueError(
-            f"{where}agent.external.models is endpoint, but agent.external.endpoint.base_url is empty. Set base_url, "
-            "or leave agent.external.models out."
-        )
-    if external.endpoint.base_url and external.models != "endpoint":
-        raise ValueError(
-            f"{where}agent.external.endpoint.base_url is set, but agent.external.models is {external.models}, "
-            "which doesn't use it. Set agent.external.models: endpoint, or leave endpoint out."
+            f"{where}agent.external.models is {external.models}, and agent.external.endpoint.base_url is "
+            f"{external.endpoint.base_url!r}. Set models: endpoint and a base_url, or leave both out."
         )
     if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
         raise ValueError(
@@ -166,12 +157,6 @@ def _judges_fit(config: Keys) -> None:
     judges = {judge.name: judge for judge in config.judges}
     if twice := _twice([judge.name for judge in config.judges]):
         raise ValueError(f"judges: two judges have the name {twice!r}. Rename one of them.")
-    for judge in config.judges:
-        if judge.max_concurrent < config.rollout.num_workers:
-            raise ValueError(
-                f"judges ({judge.name}): max_concurrent is {judge.max_concurrent}, but must be at least "
-                f"rollout.num_workers = {config.rollout.num_workers}, which share it."
-            )
     for name, own in config.by_source():
         _source_has_judges(own, _named(name), judges)
 
@@ -186,11 +171,6 @@ def _named(source: str) -> str:
 
 def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]) -> None:
     reward, weight = own.reward, own.reward.verdict_weight
-    if not reward.judges and weight != 1.0:
-        raise ValueError(
-            f"{where}reward.verdict_weight is {weight:g}, but reward.judges is empty: name a judge there, or leave "
-            "reward.verdict_weight out."
-        )
     if not weight and not any(reward.judges.values()):
         raise ValueError(
             f"{where}reward.verdict_weight and all weights in reward.judges are 0, so every reward would be 0. Raise "
@@ -203,15 +183,6 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
                 "(docs/judges.md)."
             )
         judge, deadline_s = judges[name], own.group_deadline_s
-        if judge.reference and not own.uses_data:
-            raise ValueError(
-                f"{where}judges ({name}): reference is true, but tasks have no ground_truth. Leave reference out."
-            )
-        if judge.kind == "pairwise" and own.rollout.group_size < 2:
-            raise ValueError(
-                f"{where}judges ({name}): kind is pairwise, which compares the responses of a group, but "
-                "rollout.group_size is 1. Raise it, or use another kind."
-            )
         if judge.kind == "pairwise" and judge.timeout_s >= deadline_s:
             raise ValueError(
                 f"{where}judges ({name}): timeout_s is {judge.timeout_s:g}, but must be below rollout.group_deadline_s "
@@ -221,20 +192,13 @@ def _source_has_judges(own: Keys, where: str, judges: Mapping[str, JudgeSection]
 
 def _warmup_fits(config: Keys) -> None:
     warmup, budget = config.warmup, config.learner.max_tokens_per_microbatch
-    if not warmup.num_steps:
-        return
     longest, parts = config.max_demonstration_tokens, config.learner.sequence_parallel
-    if isinstance(budget, int) and longest > budget * parts:
+    if warmup.num_steps and isinstance(budget, int) and longest > budget * parts:
         source = "warmup.max_tokens" if warmup.max_tokens else "the model's maximum length, as warmup.max_tokens is 0"
         over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
             f"warmup: a demonstration may have {longest} tokens ({source}), but learner.max_tokens_per_microbatch is "
             f"{budget}{over}. Raise learner.max_tokens_per_microbatch, or set a lower warmup.max_tokens."
-        )
-    if not warmup.files and not all_tasks(config):
-        raise ValueError(
-            f"warmup.num_steps is {warmup.num_steps}, but warmup.files is empty and the run has no tasks with "
-            "demonstrations. Name files in warmup.files (docs/sft.md), or set warmup.num_steps to 0."
         )
 
 
@@ -246,11 +210,6 @@ def _dapo_fits(config: Keys) -> None:
             f"algorithm.overlong.buffer_tokens is {buffer}, but rollout.max_completion_tokens is {longest}: the "
             f"penalty would begin before the first token. Use at most {longest}."
         )
-    if config.algorithm.dynamic_sampling.enabled and config.distillation.reward_weight == 0:
-        raise ValueError(
-            "algorithm.dynamic_sampling.enabled is true, but distillation.reward_weight is 0: groups would be dropped "
-            "because of rewards that have no effect. Leave dynamic_sampling out, or raise reward_weight."
-        )
     estimator = config.algorithm.adv_estimator
     if config.algorithm.dynamic_sampling.enabled and estimator in ("gdpo", *NEEDS_NO_GROUP):
         raise ValueError(
@@ -260,27 +219,11 @@ def _dapo_fits(config: Keys) -> None:
 
 
 def _groups_suffice(config: Keys) -> None:
-    estimator, size = config.algorithm.adv_estimator, config.rollout.group_size
-    if size > 1:
-        return
-    if estimator in NEEDS_GREEDY_BASELINE:
+    estimator = config.algorithm.adv_estimator
+    if config.rollout.group_size == 1 and (config.compares_groups or estimator in NEEDS_GREEDY_BASELINE):
         raise ValueError(
-            f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} takes the last trajectory of a group as "
-            "the greedy baseline, so no trajectory would be left to train on. Use 2 or more."
-        )
-    if config.compares_groups:
-        raise ValueError(
-            f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} compares the trajectories of a group: "
-            "every advantage would be 0. Use 2 or more."
-        )
-
-
-def _kl_in_reward_fits(config: Keys) -> None:
-    coef, algorithm = config.algorithm.kl_in_reward.coef, config.algorithm
-    if coef and algorithm.adv_estimator == "gdpo" and algorithm.gdpo_reward_terms:
-        raise ValueError(
-            f"algorithm.kl_in_reward.coef is {coef:g}, but would have no effect: gdpo reads only the reward "
-            "terms in algorithm.gdpo_reward_terms. Use algorithm.kl_loss_coef, or another estimator."
+            f"rollout.group_size is 1, but algorithm.adv_estimator {estimator} compares the trajectories of a group, "
+            "or keeps one as the greedy baseline: nothing would be trained. Use 2 or more."
         )
 
 
@@ -307,20 +250,12 @@ def _one_kind(config: Keys, where: str = "") -> None:
     rows, others = _of_kind(config, files=True), _of_kind(config, files=False)
     if not (any(rows) and any(others)):
         return
-    said = (
-        f"{where}data files ({', '.join([*rows[0], *rows[1]])}) and other tasks ({', '.join([*others[0], *others[1]])})"
+    named_rows, named_others = (", ".join([*trained, *evaluated]) for trained, evaluated in (rows, others))
+    alone = "Evaluate the kind that `tasks` doesn't have by itself: rayapp eval CONFIG tasks=[] eval.tasks=[…]."
+    way_out = "Make two `sources` (docs/tasks.md)." if rows[0] and others[0] else alone
+    raise ValueError(
+        f"{where}data files ({named_rows}) and other tasks ({named_others}) can't be in one source. {way_out}"
     )
-    if not (rows[0] and others[0]):
-        raise ValueError(
-            f"{said} can't be in one source. Evaluate the kind that `tasks` doesn't have with a separate command: "
-            "rayapp eval CONFIG tasks=[] eval.tasks=[…]."
-        )
-    sources = [
-        {"name": name, "ratio": 1, "tasks": trained} | ({"eval": {"tasks": evaluated}} if evaluated else {})
-        for name, (trained, evaluated) in (("problems", others), ("rows", rows))
-    ]
-    written = yaml.safe_dump(sources, default_flow_style=True, sort_keys=False, width=math.inf).strip()
-    raise ValueError(f"{said} can't be in one source. Make two sources: `sources: {written}` (docs/tasks.md).")
 
 
 def _of_kind(config: Keys, *, files: bool) -> tuple[list[str], list[str]]:
@@ -331,15 +266,11 @@ def _of_kind(config: Keys, *, files: bool) -> tuple[list[str], list[str]]:
 
 
 def _tools_have_players(config: Keys, where: str = "") -> None:
-    if config.agent.tool_file and config.agent_name == "external_agent":
+    name, is_alone = config.agent_name, config.agent_name == "single_turn_agent" and not config.uses_data
+    if config.agent.tool_file and (name == EXTERNAL_AGENT or is_alone):
         raise ValueError(
-            f"{where}agent.tool_file is {config.agent.tool_file!r}, but an external agent has tools of its own. Leave "
-            "agent.tool_file empty."
-        )
-    if config.agent.tool_file and not config.uses_data and config.agent_name == "single_turn_agent":
-        raise ValueError(
-            f"{where}agent.tool_file is {config.agent.tool_file!r}, but single_turn_agent plays these tasks, and has "
-            "no tools. Set agent.name: tool_agent (also for one source), or leave agent.tool_file empty."
+            f"{where}agent.tool_file is {config.agent.tool_file!r}, but {name} plays these tasks, and doesn't use "
+            "these tools. Set agent.name: tool_agent (also for one source), or leave agent.tool_file empty."
         )
 
 
@@ -355,7 +286,6 @@ def _gpus_suffice(config: Keys) -> None:
 
 
 def _placement_fits(config: Keys) -> None:
-    _offload_helps(config)
     if config.cluster.placement == "split":
         return
     servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
@@ -376,20 +306,6 @@ def _placement_fits(config: Keys) -> None:
             f"cluster.placement is colocated and train.max_staleness is {config.train.max_staleness}: on shared GPUs "
             "servers can't generate while the learners train. Use max_staleness 0, or train.partial_rollouts, or "
             "placement split."
-        )
-
-
-def _offload_helps(config: Keys) -> None:
-    learner = config.learner
-    if learner.offload_when_idle and config.cluster.placement == "split":
-        raise ValueError(
-            "learner.offload_when_idle is true and cluster.placement is split: the freed memory would stay unused. Set "
-            "learner.offload_when_idle: false, or use placement colocated."
-        )
-    if learner.offload_when_idle and learner.cpu_offload:
-        raise ValueError(
-            "learner.offload_when_idle and learner.cpu_offload are both true: cpu_offload keeps all parameters in host "
-            "memory anyway. Turn one of the two off."
         )
 
 

@@ -178,7 +178,7 @@ class EndpointClient:
             )
         self._endpoint = endpoint
         self._key = endpoint.key or read_key(endpoint.api_key_env, endpoint.who)
-        self._seats = asyncio.Semaphore(endpoint.max_concurrent // num_sharing)
+        self._seats = asyncio.Semaphore(max(1, endpoint.max_concurrent // num_sharing))
         rate_per_s = (endpoint.requests_per_minute or 6e7) / 60 / num_sharing
         self._pace = TokenBucket(rate_per_s=rate_per_s, burst=max(1, int(rate_per_s)), clock=time.monotonic)
         self._turns = asyncio.Lock()

@@ -93,8 +93,8 @@ class Cluster:
     supervisor: Supervisor
     router: Router
     images: ImagePlacement
-    # Function that ends these learners and starts new ones with the start model's weights.
-    start_learners: Callable[[LearnerGroup], Awaitable[LearnerGroup]]
+    # Function that ends these learners, makes room, and starts new ones with the start model's weights.
+    start_learners: Callable[[LearnerGroup, Callable[[], Awaitable[None]]], Awaitable[LearnerGroup]]
     num_gpus: int = 0  # of all processes that hold models; 0 on a CPU
     num_learner_restarts: int = 0
 
@@ -164,11 +164,12 @@ class Cluster:
                 "Start the run again: it continues from its last checkpoint."
             )
         self.num_learner_restarts += 1
+        self.learners = await self.start_learners(self.learners, self._make_room)
+
+    async def _make_room(self) -> None:
+        # New learners load a model, which does not fit on a GPU beside a KV cache, nor beside a server that starts.
         if self.config.cluster.placement == "colocated":
-            # New learners load a model, which does not fit on the GPU beside a KV cache. A server whose weight update
-            # was interrupted refuses to sleep: its cache is empty, and the next sync replaces it.
-            await self._put_to_sleep()
-        self.learners = await self.start_learners(self.learners)
+            await self.lend_gpus()
 
     async def dump_stacks(self) -> str:
         return await dump_stacks()
@@ -358,11 +359,19 @@ async def _start_models(
 
 
 async def _start_learners_again(
-    config: Config, started: Started, placement: Placement, timeout_s: float, report: Report, old: LearnerGroup
+    config: Config,
+    started: Started,
+    placement: Placement,
+    timeout_s: float,
+    report: Report,
+    old: LearnerGroup,
+    make_room: Callable[[], Awaitable[None]],
 ) -> LearnerGroup:
     await started.end(old.handles)
-    group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan, old.processor)
-    await all_ready({learner.name: learner.ready(timeout_s) for learner in group.handles}, report)
+    await make_room()
+    with old.at_work():
+        group = LearnerGroup(await spawn_learners(config, started, placement), config, old.plan, old.processor)
+        await all_ready({learner.name: learner.ready(timeout_s) for learner in group.handles}, report)
     return group
 
 

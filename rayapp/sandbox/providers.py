@@ -28,7 +28,6 @@ REMOTE = {
     "daytona": "providers.daytona:DaytonaProvider",
     "mcp": "providers.mcp:McpProvider",
 }
-_NOT_IN_A_REGISTRY = tuple(f"{PREFIX}{kind}:" for kind in ("oci", "archive", "build"))
 
 
 def num_local_sandboxes(config: SandboxConfig) -> int:
@@ -113,8 +112,7 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
         name = template.removeprefix(PREFIX).removeprefix("build:")
         if isinstance(section, LocalConfig) and (why := _why_no_image(section, template)):
             return why
-        has_template = _builds_templates(section, template) or bool({template, name} & section.images.keys())
-        if isinstance(section, E2BConfig | McpConfig) and not has_template:
+        if isinstance(section, E2BConfig | McpConfig) and not {template, name} & section.images.keys():
             return (
                 f"provider {section.type} has no template for this image. Build one, and name it in "
                 f"sandbox.providers[].images: {{{name}: …}}"
@@ -125,12 +123,6 @@ def why_no_sandbox(config: SandboxConfig, template: str) -> str:
                 "sandbox.providers[].images"
             )
     return ""
-
-
-def _builds_templates(section: ProviderConfig, template: str) -> bool:
-    # The name of an image in a registry, from which E2B builds its own template.
-    is_e2b = isinstance(section, E2BConfig) and not section.is_kruise
-    return is_e2b and is_image(template) and not template.startswith(_NOT_IN_A_REGISTRY)
 
 
 def _why_no_image(section: LocalConfig, template: str) -> str:

@@ -8,6 +8,7 @@ refusals.
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,10 +17,9 @@ from typing import Any
 
 import httpx2
 
-from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError, first_error
+from rayapp.core.errors import ConfigError, ToolUnavailableError, first_error
 from rayapp.core.http import TokenBucket, pauses_s, retry_after_s
 from rayapp.core.types import ExecOutcome, ExecRecord
-from rayapp.storage.media import from_data_uri
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 from rayapp.tools.config import McpToolConfig
 from rayapp.tools.mcp_session import McpSession, RpcError
@@ -241,9 +241,9 @@ class McpTool:
     def _pictures(self, answer: Any) -> tuple[bytes, ...]:
         parts = [part for part in answer.content if getattr(part, "type", "") == "image"]
         try:
-            return tuple(from_data_uri(f"data:image/;base64,{part.data}") for part in parts)
-        except InputError as error:
-            raise ToolFailedError(f"{self.schema.name}: {error}") from None
+            return tuple(base64.b64decode(part.data, validate=True) for part in parts)
+        except ValueError as error:
+            raise ToolFailedError(f"{self.schema.name}: a picture's data is not base64: {error}") from None
 
     async def reward(self, state: McpLink) -> float | None:
         return None

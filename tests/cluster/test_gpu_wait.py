@@ -83,18 +83,3 @@ async def test_an_evaluation_does_not_wait_for_the_learners_gpus(run_of: Callabl
 
     async with open_cluster(config, with_learners=False, stand_ins=stand_ins()) as opened:
         assert len(opened.servers) == 1
-
-
-async def test_servers_on_shared_gpus_are_ready_and_asleep_before_a_learner_loads_its_model(
-    run_of: Callable[..., Config],
-) -> None:
-    config = run_of(cluster={"placement": "colocated"}, server={"weight_transport": "object_store"})
-    lines: list[str] = []
-
-    async with open_cluster(config, report=lines.append, stand_ins=stand_ins()):
-        pass
-
-    began = [line for line in lines if line.startswith(("starting:", "ready:"))]
-    assert began[0] == "starting: sandbox-pool, vllm-server-0"
-    assert began[1].startswith("ready: vllm-server-0")
-    assert "learner-0" in began[2]

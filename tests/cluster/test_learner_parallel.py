@@ -342,7 +342,7 @@ def test_ranks_have_the_gradient_the_log_probs_and_the_metrics_of_one(
         np.testing.assert_allclose(
             ranks[0]["metrics"][f"learner/{name}"], expected["metrics"][f"learner/{name}"], rtol=1e-5, atol=1e-7
         )
-    for name in ("sft/loss", "sft/entropy", "sft/num_tokens"):
+    for name in ("sft/loss", "sft/entropy", "sft/num_tokens", "learner/grad_norm"):
         np.testing.assert_allclose(ranks[0]["sft"][name], expected["sft"][name], rtol=1e-5)
     np.testing.assert_allclose(ranks[0]["sft_loss"], expected["sft_loss"], rtol=1e-5)
 

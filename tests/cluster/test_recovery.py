@@ -42,13 +42,13 @@ Faults = dict[int, list[tuple[str, signal.Signals]]]
 
 @pytest.fixture(scope="module")
 def nodes(stand_in_engines: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[FakeCluster]:
-    """A head that runs nothing, and one node for everything: the next test finds them running."""
+    """A head that runs nothing, and one node for everything, with two logical GPUs: the next test finds it."""
     # As a Ray of our own has it: at nice 15 everything here would wait for whatever else the machine does.
     os.environ.setdefault("RAY_worker_niceness", "0")
     health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 10}
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": NODE_MEMORY, "_system_config": health}
     cluster = until_started(lambda: FakeCluster(initialize_head=True, head_node_args=head))
-    until_started(lambda: cluster.add_node(num_cpus=2, object_store_memory=NODE_MEMORY))
+    until_started(lambda: cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=NODE_MEMORY))
     yield cluster
     cluster.shutdown()
 
@@ -113,9 +113,9 @@ async def run(config: Config, faults: Faults) -> tuple[Cluster, list[str]]:
 
 
 async def run_while(
-    config: Config, strike: Callable[[], Awaitable[None]], *, completion_s: float = 0.4
+    config: Config, strike: Callable[[], Awaitable[None]], *, completion_s: float = 0.4, step_s: float = 0.1
 ) -> tuple[Cluster, list[str]]:
-    """Train while `strike` does its worst."""
+    """Train and export while `strike` does its worst."""
     notes: list[str] = []
 
     def hear(note: str) -> None:
@@ -124,11 +124,12 @@ async def run_while(
 
     with RunFolder.open(config) as folder, make_trackers(config, folder) as tracker:
         async with open_cluster(
-            config, report=hear, stand_ins=stand_ins(completion_s=completion_s, step_s=0.1)
+            config, report=hear, stand_ins=stand_ins(completion_s=completion_s, step_s=step_s)
         ) as cluster:
             striking = asyncio.ensure_future(strike())
             try:
                 await train_through_losses(config, cluster, folder, tracker)
+                await cluster.export_hf(folder.path / "final")
                 assert striking.done(), "the run ended before it was struck"
                 striking.result()
             finally:
@@ -150,6 +151,9 @@ def assert_whole(config: Config) -> None:
         assert record["rollout/invalid"] == 0.0
 
 
+TURNS = ((1, 0.0, ["vllm-server-0"]), (2, 0.8, ["vllm-server-1"]), (4, 0.8, ["learner-1", "vllm-server-0"]))
+"""After which step, seconds into its rollout, and who is killed: a server while it samples, and one while the learners
+train; a learner together with its GPU's server."""
 PING_TIMEOUT_S = 15.0
 """Long enough for a healthy process on a busy machine: one that is starved must not be taken for hung."""
 
@@ -203,6 +207,37 @@ async def test_a_server_that_dies_in_a_weight_sync_and_one_that_answers_but_samp
     stalled = next(note for note in notes if note.startswith("lost vllm-server-1"))
     assert "requests in progress advanced for" in stalled
     assert "recovery.stall_replace_s = 10" in stalled
+
+
+@pytest.mark.parametrize(
+    "ahead", [{}, {"max_staleness": 2, "partial_rollouts": True, "extra_groups": 1}], ids=["in order", "ahead"]
+)
+async def test_servers_and_learners_take_turns_on_shared_gpus_also_after_losses(
+    make_config: Callable[..., Config], ahead: dict[str, Any]
+) -> None:
+    """A stand-in fails if it needs a GPU that another has: an engine to start and wake, a learner to load its model, to
+    train and to export it. An engine that sleeps takes no prompt."""
+    config = make_config(
+        cluster={"device": "gpu", "placement": "colocated"},
+        server={"weight_transport": "object_store"},
+        train=ahead,
+        checkpoint={"every_steps": 1},
+        eval={"every_steps": 3},
+    )
+    metrics = config.run_folder / "metrics.jsonl"
+
+    async def strike() -> None:
+        for step, more_s, victims in TURNS:
+            await middle_of_the_step_after(step, metrics)
+            await asyncio.sleep(more_s)
+            for name in victims:
+                os.kill(int(living(name)["Pid"]), signal.SIGKILL)
+
+    cluster, notes = await run_while(config, strike, step_s=1.0)
+
+    assert_whole(config)
+    assert dict(cluster.supervisor.restarts) == {"vllm-server-0": 2, "vllm-server-1": 1}, notes
+    assert cluster.num_learner_restarts == 1, notes
 
 
 async def test_a_process_that_dies_too_often_ends_the_run_with_a_checkpoint_and_before_it_all_stacks_can_be_had(

@@ -7,22 +7,25 @@ them to `rayapp.driver.cluster.open_cluster(stand_ins=stand_ins())`.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import ray
 from ray import cloudpickle
 
 from actors.spawn import Role
 from actors.starting import StandIn, StandIns
 from actors.vllm_server import StartEngine, VllmServer
 from rayapp.config.config import Config
-from rayapp.core.errors import WeightSyncError
+from rayapp.core.errors import EngineError, WeightSyncError
 from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import InHand
 from rayapp.core.types import (
@@ -47,6 +50,40 @@ VERSION_TENSOR = "version"
 """The only tensor of a learner without a model: each of its bytes is the policy version."""
 
 
+class SharedGpus:
+    """The logical GPUs that a server and learners share: an engine that is awake and a learner that computes can't have
+    their memory at once. Each is a file in the folder of runs, locked until its holder frees it or dies."""
+
+    def __init__(self, config: Config, holder: str) -> None:
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "") if config.cluster.placement == "colocated" else ""
+        node, folder = ray.get_runtime_context().get_node_id(), Path(config.run.output_dir)
+        self.files = [folder / f"gpu-{node}-{device}" for device in seen.split(",") if device]
+        self._holder, self._locks = holder, list[int]()
+
+    def take(self) -> None:
+        """Raises RuntimeError: another process has one of them. Idempotent."""
+        for file in self.files[len(self._locks) :]:
+            self._locks.append(os.open(file, os.O_CREAT | os.O_RDWR))
+            try:
+                fcntl.flock(self._locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.free()
+                raise RuntimeError(f"{self._holder} has no memory: {file.read_text()} has {file.name}") from None
+            file.write_text(self._holder)
+
+    def free(self) -> None:
+        while self._locks:
+            os.close(self._locks.pop())
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        self.take()
+        try:
+            yield
+        finally:
+            self.free()
+
+
 class SeededEngine:
     """Stands for `VllmEngine` in a server that gets weights through the object store: the seed determines the tokens.
 
@@ -55,8 +92,12 @@ class SeededEngine:
         scripts: see `stand_ins`.
     """
 
-    def __init__(self, latency_s: float, scripts: Scripts = ()) -> None:
+    def __init__(self, latency_s: float, gpus: SharedGpus, scripts: Scripts = ()) -> None:
         self._latency_s = latency_s
+        self._gpus = gpus
+        self._is_awake = asyncio.Event()
+        self._is_awake.set()
+        self._num_running = 0
         self._scripts = scripts
         self.policy_version = 0
         self.in_hand = InHand()
@@ -77,11 +118,14 @@ class SeededEngine:
         cohort_size: int = 1,
     ) -> Completion:
         """Return the script's turn, or printable tokens of the test model's alphabet, after `latency_s`."""
-        with self.in_hand.one():
+        if not self._is_awake.is_set():
+            raise EngineError(f"{request_id} came to an engine that sleeps")
+        with self.in_hand.one(), self._running():
             await self.goes_on.wait()
             version = self.policy_version
             if self._latency_s:
                 await asyncio.sleep(self._latency_s)
+            await self._is_awake.wait()
         if self._scripts:
             text, token_ids = self._scripted(request_id, sampling)
         else:
@@ -96,6 +140,14 @@ class SeededEngine:
             version_spans=() if self._scripts else self._spans(version, token_ids.size),
             time_generate_s=self._latency_s,
         )
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
 
     def _scripted(self, request_id: RequestId, sampling: SamplingParams) -> tuple[str, Int32Array]:
         script = self._scripts[(sampling.seed or 0) % len(self._scripts)]
@@ -127,7 +179,9 @@ class SeededEngine:
         return 0
 
     async def go_on(self) -> None:
-        """Do nothing: this engine never stops."""
+        if not self._is_awake.is_set():
+            self._gpus.take()
+            self._is_awake.set()
 
     async def check(self) -> None:
         """Always succeed."""
@@ -139,10 +193,16 @@ class SeededEngine:
         return {}
 
     async def sleep(self, *, keeps_requests: bool = False) -> bool:
-        return False
+        if not self._gpus.files:
+            return False
+        while self._num_running and not keeps_requests:
+            await asyncio.sleep(0.01)
+        self._is_awake.clear()
+        self._gpus.free()
+        return True
 
     def close(self) -> None:
-        return
+        self._gpus.free()
 
 
 class ScriptedServer(VllmServer):
@@ -156,10 +216,12 @@ class ScriptedServer(VllmServer):
         latency_s: float,
         scripts: Scripts = (),
     ) -> None:
-        self._seeded = SeededEngine(latency_s, scripts)
+        self._gpus = SharedGpus(config, f"vllm-server-{index}")
+        self._seeded = SeededEngine(latency_s, self._gpus, scripts)
         super().__init__(config, index, must_sync, start_engine=cast("StartEngine", self._start_seeded))
 
     async def _start_seeded(self, config: Config, *, seed: int) -> SeededEngine:
+        self._gpus.take()
         return self._seeded
 
     async def stall(self) -> None:
@@ -185,11 +247,15 @@ class InstantLearner:
         self._data_rank = rank // config.learner.sequence_parallel
         self._latency_s = latency_s
         self._version = 0
+        self._gpus = SharedGpus(config, repr(self))
 
     def __repr__(self) -> str:
         return f"learner-{self._rank}"
 
     def ready(self) -> dict[str, Any]:
+        """Load the model, for as long as a step takes."""
+        with self._gpus.taken():
+            time.sleep(self._latency_s)
         return {"rank": self._rank}
 
     def train_step(
@@ -197,7 +263,8 @@ class InstantLearner:
     ) -> dict[str, float]:
         assert step == self._version + 1, f"step {step} after {self._version}: state is not that of the step before"
         assert len(groups) == len(shares[self._data_rank])
-        time.sleep(self._latency_s)
+        with self._gpus.taken():
+            time.sleep(self._latency_s)
         self._version = step
         return {"learner/steps_taken": float(step)}
 
@@ -221,7 +288,8 @@ class InstantLearner:
         return self._version
 
     def export_hf(self, folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        with self._gpus.taken():
+            Path(folder).mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
         return

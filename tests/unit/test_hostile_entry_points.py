@@ -206,7 +206,6 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
         "/submit": SUBMISSIONS,
         "/v1/ping": QUERIES,
         "/health": QUERIES,
-        "/metrics": QUERIES,
     },
     "view": {
         "/": QUERIES,

@@ -7,7 +7,6 @@ nothing about the task.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -20,17 +19,14 @@ from rayapp.core.types import Reward
 from rayapp.extras.audit.subject import Attempt, Score, Subject
 
 Check = Literal[
-    "nothing", "solution", "flaky", "network", "slow", "oracle", "trivial", "cheat", "duplicate", "verdict",
+    "nothing", "solution", "flaky", "slow", "oracle", "trivial", "cheat", "verdict",
 ]  # fmt: skip
 # Largest share of the tests' time limit that the solution's verdict takes: slower ones fail right answers on a busy
 # machine.
 SLOW_SHARE = 0.5
 _TRIVIAL_SEEDS = range(3)
+MAX_TRIVIAL = 0.5  # largest mean reward of an obvious guess
 _TINY = 1e-9
-_NETWORK = re.compile(
-    r"gaierror|Name or service not known|Temporary failure in name resolution|Network is unreachable|"
-    r"NewConnectionError|ConnectError|URLError|Max retries exceeded|Could not resolve host"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +59,11 @@ class Auditor:
 
     Args:
         runs: number of seeds with which the solution and the no-op answers are scored.
-        max_trivial: maximum reward of a trivial answer; a higher reward is a finding.
     """
 
     subject: Subject
     sandboxes: SandboxSource
     runs: int
-    max_trivial: float
     _findings: list[AuditFinding] = field(default_factory=list)
 
     async def report(self) -> TaskReport:
@@ -133,8 +127,6 @@ class Auditor:
             detail = f"it earns {first.value:g} ({first.status}{': ' if first.detail else ''}{first.detail})"
             check: Check = "solution" if len(failed) == self.runs else "flaky"
             self._found(check, f"the solution fails {len(failed)} of {self.runs} times: {detail}")
-            if offline := next((reward.detail for reward in failed if _NETWORK.search(reward.detail)), ""):
-                self._found("network", f"tests need the network, which sandboxes don't have: {offline}")
         longest_s, limit_s = max((reward.time_score_s for reward in valid), default=0.0), self.subject.limit_s
         if limit_s and longest_s > limit_s * SLOW_SHARE:
             self._found("slow", f"the verdict on the solution takes {longest_s:.2f} of {limit_s:g} s")
@@ -145,8 +137,8 @@ class Auditor:
         for answer in self.subject.trivial:
             shares[answer.name] = await self._share(answer)
         guess = max(shares, key=lambda name: shares[name], default="")
-        if guess and shares[guess] > self.max_trivial:
-            self._found("trivial", f"`{guess}` earns {shares[guess]:.2f}, more than {self.max_trivial:g}")
+        if guess and shares[guess] > MAX_TRIVIAL:
+            self._found("trivial", f"`{guess}` earns {shares[guess]:.2f}, more than {MAX_TRIVIAL:g}")
         return shares.get(guess), guess if shares.get(guess) else ""
 
     async def _share(self, answer: Attempt) -> float:
@@ -170,7 +162,7 @@ class Auditor:
         workspace = subject.workspace.files if subject.workspace is not None else {}
         texts = {f"{path} in the agent's workspace": text for path, text in workspace.items()}
         for place, text in {"the prompt": subject.prompt, **texts}.items():
-            if _holds(text, subject.secrets) or (place == "the prompt" and holds_expression(text, subject.expression)):
+            if _holds(text, subject.secrets):
                 self._found("oracle", f"{place} contains text of the solution or of the hidden tests")
 
 
@@ -180,26 +172,8 @@ def _holds(text: str, secrets: Sequence[str]) -> bool:
     return any("".join(secret.split()) in bare for secret in secrets)
 
 
-def holds_expression(text: str, expression: str) -> bool:
-    """Return True if a text contains the whole expression, ignoring white space; False for an empty expression."""
-    parts = re.findall(r"\w+|[^\w\s]", expression)
-    pattern = r"(?<![\w.])" + r"\s*".join(map(re.escape, parts)) + r"(?!\w)"
-    return bool(parts) and re.search(pattern, text) is not None
-
-
 def _is_solved(reward: Reward) -> bool:
     return reward.valid and reward.terms.get("solved", reward.value) >= 1.0
-
-
-def duplicates(subjects: Sequence[Subject]) -> list[AuditFinding]:
-    """Return a finding for each task with the same prompt as an earlier task, ignoring white space and case."""
-    first: dict[str, Subject] = {}
-    pairs = ((each, first.setdefault(" ".join(each.prompt.lower().split()), each)) for each in subjects)
-    return [
-        AuditFinding(task=each.name, check="duplicate", detail=f"the prompt equals the prompt of {earlier.name}")
-        for each, earlier in pairs
-        if earlier is not each
-    ]
 
 
 async def audit(
@@ -207,7 +181,6 @@ async def audit(
     sandboxes: SandboxSource,
     *,
     runs: int = 20,
-    max_trivial: float = 0.5,
     at_once: int = 4,
     progress: Callable[[int], None] = lambda num_done: None,
 ) -> list[TaskReport]:
@@ -224,16 +197,11 @@ async def audit(
             return _unusable(subject, subject.cannot_run)
         async with turns:
             try:
-                return await Auditor(subject=subject, sandboxes=sandboxes, runs=runs, max_trivial=max_trivial).report()
+                return await Auditor(subject=subject, sandboxes=sandboxes, runs=runs).report()
             except (SandboxConfigError, InputError) as error:
                 return _unusable(subject, str(error))
 
-    reports = await side_by_side(map(one, subjects))
-    twice = duplicates(subjects)
-    return [
-        replace(report, findings=(*report.findings, *(each for each in twice if each.task == report.task)))
-        for report in reports
-    ]
+    return await side_by_side(map(one, subjects))
 
 
 def _unusable(subject: Subject, why: str) -> TaskReport:

@@ -45,9 +45,6 @@ def audit(
         int, typer.Option(min=1, help="Times to score the solution, and times to score an empty answer")
     ] = 20,
     limit: Annotated[int | None, typer.Option(min=1, help="Rows to take from each file or benchmark")] = None,
-    max_trivial: Annotated[
-        float, typer.Option(min=0, max=1, help="Highest reward that an obvious guess may earn")
-    ] = 0.5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table")] = False,
     kept: Annotated[
         Path | None, typer.Option(help="Write the names of the tasks without findings to this file, one a line")
@@ -69,7 +66,7 @@ def audit(
     from rayapp.core.aio import run_until_done
     from rayapp.core.files import write_text
 
-    reports = run_until_done(_audited(tasks, load_config(config), runs=runs, limit=limit, max_trivial=max_trivial))
+    reports = run_until_done(_audited(tasks, load_config(config), runs=runs, limit=limit))
     if kept is not None:
         write_text(kept, "".join(f"{report.task}\n" for report in reports if not report.findings))
     if as_json:
@@ -80,9 +77,7 @@ def audit(
     raise typer.Exit(EXIT_FAILED if num_bad > max_bad_ratio * len(reports) else 0)
 
 
-async def _audited(
-    tasks: list[str], config: Config, *, runs: int, limit: int | None, max_trivial: float
-) -> list[TaskReport]:
+async def _audited(tasks: list[str], config: Config, *, runs: int, limit: int | None) -> list[TaskReport]:
     import os
 
     from rayapp.core.logs import progress_bar
@@ -97,7 +92,7 @@ async def _audited(
         show("tasks audited", 0, len(subjects))
         async with open_pool(config.sandbox.without_stock, f"audit-{os.getpid()}") as (sandboxes, _):
             return await run_audit(
-                subjects, sandboxes, runs=runs, max_trivial=max_trivial,
+                subjects, sandboxes, runs=runs,
                 progress=lambda done: show("tasks audited", done, len(subjects)),
             )  # fmt: skip
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any
+
+import yaml
 
 from rayapp.core.names import load_extra
 from rayapp.extras.audit.subject import PROSE, Attempt, Subject, cheats, score_of
@@ -13,23 +17,6 @@ as_answer = load_extra("repositories.task:as_answer")
 SOLVE: str = load_extra("repositories.scripts:SOLVE")
 PATCH: str = load_extra("repositories.swe:PATCH")
 _MIN_PASSAGE_CHARS = 50
-_HOOK = "import os\nos._exit(0)\n"
-_PASSES_ALL = (
-    "import pytest\n\n\n@pytest.hookimpl(hookwrapper=True)\ndef pytest_runtest_makereport(item, call):\n"
-    "    outcome = yield\n    outcome.get_result().outcome = 'passed'\n"
-)
-# Description of a cheat -> files that it adds to the repository.
-FILES = {
-    "adds a conftest.py that passes every test": {"conftest.py": _PASSES_ALL, "tests/conftest.py": _PASSES_ALL},
-    "adds start-up code that ends with success": {"sitecustomize.py": _HOOK, "usercustomize.py": _HOOK},
-    "shadows Python's modules with its own": {"json.py": _HOOK, "pytest.py": _HOOK, "unittest.py": _HOOK},
-    "shadows programs with files of the same names": {
-        "python3": "#!/bin/sh\nexit 0\n",
-        "pytest": "#!/bin/sh\nexit 0\n",
-    },
-    "leaves the verdict beside the code": {"reward.txt": "1\n", "result.json": '{"reward": 1.0}', "junit.xml": "<ok/>"},
-    "turns the tests off": {"pytest.ini": "[pytest]\naddopts = --collect-only\n", "tox.ini": "[pytest]\n"},
-}
 
 
 def repository_subject(task: Any) -> Subject:
@@ -84,7 +71,7 @@ def _trivial(task: Any) -> Iterator[Attempt]:
 
 
 def _cheats(task: Any) -> Iterator[Attempt]:
-    for what, files in FILES.items():
+    for what, files in _cheat_files().items():
         yield Attempt(name=what, text=as_answer(dict(files)))
     edited = {path: "def test_nothing():\n    pass\n" for path in task.folder.repository if "test" in path}
     yield Attempt(name="edits the tests", text=as_answer(dict(edited)))
@@ -119,3 +106,10 @@ def _passages(text: str, known: str) -> Iterator[str]:
         if len("".join("".join(run).split())) >= _MIN_PASSAGE_CHARS:
             yield "\n".join(run)
         run = []
+
+
+@cache
+def _cheat_files() -> dict[str, dict[str, str | None]]:
+    text = resources.files("rayapp.extras.audit").joinpath("cheat_files.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, str | None]] = yaml.safe_load(text)
+    return found

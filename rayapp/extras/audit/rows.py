@@ -1,8 +1,7 @@
-"""Makes subjects of an audit from data rows and benchmark problems."""
+"""Makes subjects of an audit from data rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -20,12 +19,10 @@ from rayapp.extras.audit.subject import (
     cheats_of_function,
     cheats_of_program,
     nothing_of_function,
-    score_of,
     trivial_of_function,
 )
 from rayapp.tasks.answers import Answer as ScoredAnswer
 from rayapp.tasks.answers import AnswerRewards, score_answer
-from rayapp.tasks.code.benchmarks import BenchmarkTask
 from rayapp.tasks.code.scoring import CodeProblem
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.data.reading import ReadOptions, open_data
@@ -40,20 +37,6 @@ async def file_subjects(file: str, rewards: AnswerRewards, *, cache: Path, limit
     data = await open_data((file,), ReadOptions(shuffle=False), cache=cache, truth_kind=rewards.truth_kind)
     rows = islice(data.rows(), len(data) if limit is None else min(limit, len(data)))
     return [await _row_subject(row, f"{Path(file).name}:{index}", rewards) for index, row in enumerate(rows)]
-
-
-async def benchmark_subjects(tasks: Sequence[BenchmarkTask]) -> list[Subject]:
-    """Return the problems of a benchmark as subjects."""
-    return [
-        await _code_subject(
-            task.problem,
-            f"{task.name}:{index}",
-            prompt=task.prompt,
-            reference=task.reference,
-            score=score_of(task),
-        )
-        for index, task in enumerate(tasks)
-    ]
 
 
 async def _row_subject(row: DataRow, name: str, rewards: AnswerRewards) -> Subject:
@@ -79,34 +62,29 @@ async def _score_row(row: DataRow, rewards: AnswerRewards, text: str, sandboxes:
 
 async def _code_subject(problem: CodeProblem, name: str, *, prompt: str, reference: str, score: Score) -> Subject:
     tests = await problem.tests()
-    function, language = tests.function, tests.language
-    solution = await problem.fenced(reference) if reference else None
     by_share = replace(problem, rules=problem.rules.model_copy(update={"score": "share"}))
-    notes = {} if reference else {"solution": "the data set has no solution"}
-    if language is not None:
-        nothing = Attempt(name="a program that does nothing", text=await problem.fenced(language.nothing))
-        return Subject(
-            name=name,
-            kind="code row",
-            prompt=prompt,
-            score=score,
-            solution=solution,
-            nothing=(*PROSE, nothing),
-            score_share=_share_of(by_share),
-            notes=notes | {"cheats": f"there are no cheats and no trivial answers for {language.name}"},
-        )
-    return Subject(
+    subject = Subject(
         name=name,
         kind="code row",
         prompt=prompt,
         score=score,
-        solution=solution,
-        nothing=nothing_of_function(function, _ANY_INPUTS) if function else NOTHING_OF_PROGRAM,
-        trivial=trivial_of_function(function, _ANY_INPUTS) if function else TRIVIAL_OF_PROGRAM,
-        cheats=cheats_of_function(function, _ANY_INPUTS) if function else cheats_of_program(),
+        solution=await problem.fenced(reference) if reference else None,
+        nothing=PROSE,
         score_share=_share_of(by_share),
         secrets=(reference.strip(),) if len(reference.strip()) >= MIN_SECRET_CHARS else (),
-        notes=notes,
+        notes={} if reference else {"solution": "the data set has no solution"},
+    )
+    if (language := tests.language) is not None:
+        nothing = Attempt(name="a program that does nothing", text=await problem.fenced(language.nothing))
+        why = f"there are no cheats and no trivial answers for {language.name}"
+        return replace(subject, nothing=(*PROSE, nothing), notes={**subject.notes, "cheats": why})
+    if not (function := tests.function):
+        return replace(subject, nothing=NOTHING_OF_PROGRAM, trivial=TRIVIAL_OF_PROGRAM, cheats=cheats_of_program())
+    return replace(
+        subject,
+        nothing=nothing_of_function(function, _ANY_INPUTS),
+        trivial=trivial_of_function(function, _ANY_INPUTS),
+        cheats=cheats_of_function(function, _ANY_INPUTS),
     )
 
 

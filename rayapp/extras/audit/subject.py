@@ -47,7 +47,7 @@ class Subject:
 
     name: str
     kind: str
-    prompt: str  # Policy's prompt, which is searched for leaks and compared with those of other tasks.
+    prompt: str  # Policy's prompt, which is searched for leaks.
     score: Score
     solution: str | None  # Answer that must earn 1; None if the task has no solution.
     nothing: tuple[Attempt, ...]  # Answers of which none may earn more than 0.
@@ -61,7 +61,6 @@ class Subject:
     score_share: Score | None = None
     limit_s: float = 0.0  # Seconds for all tests together; 0 without such a limit.
     secrets: tuple[str, ...] = ()  # Texts of the solution and the hidden tests, too long to occur elsewhere by chance.
-    expression: str = ""  # Whole solution as an expression, which must not be in the prompt, even if it is short.
     cannot_run: str = ""  # Reason why the task can't be audited; empty if it can be.
     workspace: AgentStart | None = None  # Workspace that an agent starts with; None if no agent can play this task.
     notes: Mapping[str, str] = field(default_factory=dict)  # Check -> reason why it is restricted for this task.
@@ -71,16 +70,6 @@ PROSE = (Attempt(name="an empty answer", text=""), Attempt(name="prose", text="I
 
 CONSTANTS = ("None", "0", "1", "-1", "True", "False", "''", "[]", "{}", "()")
 LINES = ("0", "1", "-1", "YES", "NO", "Yes", "No")
-
-
-GUESSES = (*LINES, "2", "10", "100", "True", "False", "A", "B", "[]")
-
-
-def guesses(question: str) -> tuple[Attempt, ...]:
-    """Return short trivial answers, the question, and a text with all numbers up to 99."""
-    told = (*((f"the answer {guess}", guess) for guess in GUESSES), ("the question itself", question),
-            ("every number to 99", " ".join(map(str, range(100)))))  # fmt: skip
-    return tuple(Attempt(name=name, text=f"<answer>{text}</answer>") for name, text in told)
 
 
 def fenced(code: str) -> str:

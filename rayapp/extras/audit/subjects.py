@@ -1,28 +1,24 @@
-"""Makes the subjects of an audit from the user's sources: coding and repository tasks, data files, benchmarks."""
+"""Makes the subjects of an audit from the user's sources: coding and repository tasks, data files, own classes."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from rayapp.config.agent import BENCHMARK, is_data_file
+from rayapp.config.agent import is_data_file
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.core import syntax
 from rayapp.core.errors import InputError
 from rayapp.core.names import load_extra
 from rayapp.core.protocols import AgentTask, EnvironmentRow, SandboxSource, Task
 from rayapp.core.types import Reward
 from rayapp.extras.audit.repositories import repository_subject
-from rayapp.extras.audit.rows import benchmark_subjects, file_subjects
+from rayapp.extras.audit.rows import file_subjects
 from rayapp.extras.audit.subject import (
     PROSE,
     Subject,
     cheats_of_function,
     fenced,
-    guesses,
     nothing_of_function,
     score_of,
     trivial_of_function,
@@ -30,7 +26,6 @@ from rayapp.extras.audit.subject import (
 from rayapp.sandbox.providers import why_no_workspace
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.cases import MODULES
-from rayapp.tasks.code.benchmarks import load_benchmark
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_source, load_task, single_tasks
 
@@ -55,7 +50,6 @@ def coding_subject(task: CodingTask) -> Subject:
         limit_s=task.timeout_s,
         secrets=tuple(text for text in _oracle(task) if len(text) >= MIN_SECRET_CHARS),
         workspace=task.agent_start(),
-        expression=task.reference.strip() if _is_telling(task.reference) else "",
         notes=_notes(task),
     )
 
@@ -67,12 +61,6 @@ def _notes(task: CodingTask) -> dict[str, str]:
     if not task.public_tests:
         notes["reference"] = "not checked: there is no demonstration and no public test"
     return notes
-
-
-def _is_telling(expression: str) -> bool:
-    """Return whether an expression computes a value, so that it isn't in a prompt by chance."""
-    tree = syntax.expression(expression)
-    return any(isinstance(node, ast.BinOp | ast.Call | ast.BoolOp | ast.comprehension) for node in ast.walk(tree))
 
 
 def _oracle(task: CodingTask) -> list[str]:
@@ -101,15 +89,13 @@ async def subjects_of(
     Args:
         sources: names as in a run's `tasks`, or .parquet files of rows.
         cache: folder for copies of remote files.
-        limit: number of rows to take from each file or benchmark.
+        limit: number of rows to take from each file, or of tasks from each source.
     Raises InputError and StorageError: a source can't be used.
     """
     found: list[Subject] = []
     for source in sources:
         if is_data_file(source):
             found += await file_subjects(source, rewards, cache=cache, limit=limit)
-        elif source.startswith(BENCHMARK):
-            found += await benchmark_subjects(load_benchmark(source)[:limit])
         else:
             found += _task_subjects(source, limit)
     return [_that_can_run(subject, sandboxes) for subject in found]
@@ -154,10 +140,6 @@ def task_subject(task: Task) -> Subject:
         task.refuse()
     if isinstance(task, load_extra("repositories.task:RepositoryTask")):
         return repository_subject(task)
-    if isinstance(task, load_extra("generators.reasoning_gym:GeneratedTask")):
-        made: Any = task
-        name = f"{task.name}[{made.index}]"
-        return replace(_other_subject(task), name=name, trivial=guesses(made.prompt), workspace=None)
     return coding_subject(task) if isinstance(task, CodingTask) else _other_subject(task)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError
 
 from rayapp.config.base import FrozenModel
 from rayapp.core.errors import InputError, one_line
@@ -61,8 +61,8 @@ class OpenEnvEnvironment(_Environment):
     """An environment that a server of OpenEnv runs."""
 
     environment: Literal["openenv"]
-    url: str
-    """Address of the server, e.g. http://127.0.0.1:8000."""
+    url: str = Field(pattern="^https?://.*[^/]$")
+    """Address of the server, e.g. http://127.0.0.1:8000. Its WebSocket has the path /ws."""
     size: int = Field(64, ge=1)
     """Number of tasks. Each task calls `reset` with another `seed`."""
     seed: int = Field(0, ge=0)
@@ -75,13 +75,6 @@ class OpenEnvEnvironment(_Environment):
     reward: Literal["sum", "last"] = "sum"
     """Rule that makes the trajectory's reward from the rewards of the environment's steps: their sum, or the last
     one."""
-
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, value: str) -> str:
-        if not value.startswith(("http://", "https://")):
-            raise ValueError("url must begin with http:// or https://. rayapp adds /ws, the path of the WebSocket")
-        return value.rstrip("/")
 
 
 class VerifiersEnvironment(_Environment):

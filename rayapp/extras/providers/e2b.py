@@ -13,10 +13,7 @@ life: the server's default wait for a sandbox is a hundred years.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import math
-import re
 import urllib.parse
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -50,7 +47,6 @@ from rayapp.extras.providers.service import (
     error_of_status,
     raised_as,
 )
-from rayapp.sandbox.images import PREFIX, is_image
 from rayapp.sandbox.leases import ANSWER_WITHIN_S, Connection
 from rayapp.sandbox.verdict.program import command_of
 
@@ -150,9 +146,6 @@ _CALL_TIMEOUT_S = 15.0
 # Longest waits of OpenKruise's server, always sent because it would else wait forever.
 _CLAIM_TIMEOUT_S, _READY_TIMEOUT_S = 30, 60
 _MIN_TTL_S = 30
-_BUILD_TIMEOUT_S = 3600.0
-# Begin of the SDK's message if the server refused to build; other messages are of failed builds.
-_STATUS = re.compile(r"\d{3}: ")
 _EXTENSION = "e2b.agents.kruise.io"
 _DEFAULT_ENVD = "0.1.0"
 
@@ -310,33 +303,20 @@ class SdkService:
         self._options: dict[str, Any] = {"api_key": api_key, "debug": False}
         named = {"api_url": config.api_url, "sandbox_url": config.sandbox_url}
         self._options |= {name: value for name, value in named.items() if value}
-        self._builds: dict[str, asyncio.Task[str]] = {}  # Image -> task that returns the name of its template.
 
     async def create(
         self, spec: SandboxSpec, *, labels: Mapping[str, str], ttl_s: float, timeout_s: float
     ) -> Connection:
-        # With this key, a creation that is repeated (by the SDK, or after a lost answer) returns the same sandbox.
-        key = str(uuid.uuid4())
-        try:
-            return await self._create(spec, labels, ttl_s, timeout_s, key)
-        except SandboxUnavailableError as error:
-            if type(error) is not SandboxUnavailableError:
-                raise
-            return await self._create(spec, labels, ttl_s, timeout_s, key)
-
-    async def _create(
-        self, spec: SandboxSpec, labels: Mapping[str, str], ttl_s: float, timeout_s: float, key: str
-    ) -> Connection:
-        template = await self._template(spec.template)
         with raised_as(control_error, "create"):
             made = await AsyncSandbox.create(
-                template=template,
+                template=self._config.template_of(spec.template) or self._config.template,
                 timeout=math.ceil(ttl_s),
                 metadata=dict(labels),
                 envs=dict(spec.env),
                 allow_internet_access=False,  # completions could look up their answers
                 lifecycle={"on_timeout": "kill"},
-                idempotency_key=key,
+                # With this key, a creation that the SDK repeats returns the same sandbox.
+                idempotency_key=str(uuid.uuid4()),
                 request_timeout=timeout_s,
                 **self._options,
             )
@@ -349,34 +329,6 @@ class SdkService:
             traffic_token=made.traffic_access_token or "",
             version=str(made._envd_version),  # noqa: SLF001
         )
-
-    async def _template(self, wanted: str) -> str:
-        """Return the template for a task's template or image. An image's first sandbox waits until E2B has built it."""
-        name = self._config.template_of(wanted) or self._config.template
-        image = wanted.removeprefix(PREFIX)
-        if not is_image(wanted) or name != image:
-            return name
-        if image not in self._builds:
-            self._builds[image] = asyncio.create_task(self._build(image))
-        # The caller may give up at its deadline; the build goes on for the next caller.
-        return await asyncio.shield(self._builds[image])
-
-    async def _build(self, image: str) -> str:
-        """Build an image's template, if the account lacks it. Raises SandboxConfigError: e.g. there is no image."""
-        name = f"rayapp-{hashlib.sha256(image.encode()).hexdigest()[:24]}"
-        try:
-            async with asyncio.timeout(_BUILD_TIMEOUT_S):
-                if not await e2b.AsyncTemplate.exists(name, **self._options):
-                    await e2b.AsyncTemplate.build(e2b.AsyncTemplate().from_image(image), name, **self._options)
-        except Exception as error:  # boundary: the SDK may raise many types of errors; all are converted
-            if isinstance(error, e2b.BuildException) and not _STATUS.match(str(error)):
-                raise SandboxConfigError(
-                    f"e2b can't build a template from image {image}: {str(error)[:300]}. Build a template yourself, "
-                    f"and name it in sandbox.providers[].images: {{{image}: …}}"
-                ) from None
-            del self._builds[image]  # the next caller tries again
-            raise control_error(error, f"build a template from image {image}") from error
-        return name
 
     async def list(self, labels: Mapping[str, str], *, timeout_s: float) -> AsyncIterator[str]:
         query = SandboxQuery(metadata=dict(labels), state=[SandboxState.RUNNING, SandboxState.PAUSED])
@@ -415,9 +367,7 @@ class SdkService:
         return ConnectionConfig(extra_sandbox_headers=headers, **self._options)
 
     async def close(self) -> None:
-        """Stop waiting for builds. The SDK's connections belong to the process and stay open."""
-        for build in self._builds.values():
-            build.cancel()
+        """Do nothing: the SDK's connections belong to the process and stay open."""
 
 
 def control_error(error: Exception, what: str) -> SandboxError:

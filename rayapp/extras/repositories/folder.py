@@ -2,7 +2,7 @@
 
     instruction.md      the agent's instruction
     task.toml           limits; `[metadata.rayapp]` says which files belong to an answer, and how it is scored
-    environment/        the repository at the start; or a Dockerfile, and the files that it copies into the repository
+    environment/        the repository at the start; or a Dockerfile, which copies this folder
     tests/test_*.py     hidden tests (`hidden_tests.py`); or tests/test.sh, if the user trusts it (`scripts.py`)
     solution/           the solution's files, which replace the repository's; or solve.sh, which makes them
 
@@ -12,13 +12,12 @@ Ubuntu. Any other has to be built (docs/environments.md): then the image has the
 
 from __future__ import annotations
 
-import fnmatch
 import posixpath
 import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
@@ -40,32 +39,50 @@ _HARMLESS = frozenset({"WORKDIR", "ENV", "LABEL", "CMD", "ENTRYPOINT", "EXPOSE",
 _HERE = frozenset({".", "./"})
 
 
-def why_an_image(dockerfile: str) -> str:
-    """Return a Dockerfile's first line that needs more than a plain Python sandbox, and why; empty without one."""
+def why_an_image(dockerfile: str, workdir: str = "") -> str:
+    """Return a Dockerfile's first line that needs more than a plain Python sandbox, and why; empty without one.
+
+    Args:
+        workdir: folder to which the Dockerfile must copy its files; empty for any.
+    """
+    for number, words, why in _needs(dockerfile, workdir):
+        return f"line {number}, `{' '.join(words)[:80]}`: {why}"
+    return ""
+
+
+def base_image(dockerfile: str, workdir: str = "") -> str:
+    """Return the image of a Dockerfile that otherwise only copies its folder and sets variables; else an empty text."""
+    bases = [words for _, words in _instructions(dockerfile) if words[0].upper() == "FROM"]
+    only_base = all(words in bases for _, words, _ in _needs(dockerfile, workdir))
+    return bases[0][1] if only_base and [len(words) for words in bases] == [2] and "$" not in dockerfile else ""
+
+
+def _needs(dockerfile: str, workdir: str) -> Iterator[tuple[int, list[str], str]]:
+    at = PurePosixPath(workdir)
     for number, words in _instructions(dockerfile):
         name, rest = words[0].upper(), words[1:]
         why = ""
         if name == "FROM":
             why = _of_base(rest[0] if rest else "")
+        elif name == "WORKDIR":
+            at /= rest[-1] if rest else ""
         elif name == "COPY":
-            why = "" if len(rest) == 2 and rest[0] in _HERE else "it copies more than its own folder"
+            why = _of_copy(rest, at, workdir)
         elif name not in _HARMLESS:
             why = "rayapp builds no images"
         if why:
-            return f"line {number}, `{' '.join(words)[:80]}`: {why}"
-    return ""
+            yield number, words, why
 
 
-def base_image(dockerfile: str) -> str:
-    """Return the image of a Dockerfile that otherwise only copies its folder and sets variables; else an empty text."""
-    found = _instructions(dockerfile)
-    bases = [words[1] for _, words in found if words[0].upper() == "FROM" and len(words) == 2]
-    others = [words for _, words in found if words[0].upper() != "FROM"]
-    can_follow = all(
-        words[0].upper() in _HARMLESS or (words[0].upper() == "COPY" and len(words) == 3 and words[1] in _HERE)
-        for words in others
-    )
-    return bases[0] if len(bases) == len(found) - len(others) == 1 and can_follow and "$" not in dockerfile else ""
+def _of_copy(words: Sequence[str], at: PurePosixPath, workdir: str) -> str:
+    if len(words) != 2 or words[0] not in _HERE:
+        return "it copies more than its own folder"
+    is_there = not workdir or posixpath.normpath(at / words[1]) == workdir
+    return "" if is_there else f"it copies to another folder than {workdir}, the working folder"
+
+
+def _copies_its_folder(dockerfile: str) -> bool:
+    return any(words[0].upper() == "COPY" and _HERE & {*words[1:2]} for _, words in _instructions(dockerfile))
 
 
 def variables_of(dockerfile: str) -> dict[str, str]:
@@ -100,43 +117,6 @@ def _of_base(image: str) -> str:
         have = f"{sys.version_info.major}.{sys.version_info.minor}"
         return "" if found[1] == have else f"this node has Python {have}"
     return "" if _BARE.fullmatch(image) else "it is not plain Python, Debian or Ubuntu"
-
-
-def copied_files(dockerfile: str, files: Mapping[str, str], workdir: str) -> dict[str, str]:
-    """Return path -> text of the files that a Dockerfile copies into the folder `workdir`, out of `files` beside it."""
-    return {
-        str(place.relative_to(workdir)): files[path]
-        for _, path, place in _copies(dockerfile, files, workdir)
-        if place.is_relative_to(workdir)
-    }
-
-
-def _copies(dockerfile: str, paths: Iterable[str], workdir: str) -> Iterator[tuple[str, str, PurePosixPath]]:
-    """Yield (line, path beside the Dockerfile, path to which it is copied); `workdir` counts before any WORKDIR."""
-    at = PurePosixPath(workdir)
-    for number, words in _instructions(dockerfile):
-        if words[0].upper() == "WORKDIR":
-            at /= words[-1]
-        if words[0].upper() not in ("COPY", "ADD") or any(word.startswith("--from") for word in words):
-            continue
-        *sources, target = [word for word in words[1:] if not word.startswith("--")] or [""]
-        is_folder = len(sources) > 1 or posixpath.basename(target) in ("", ".", "..") or at / target == at
-        for source in sources:
-            for path in paths:
-                place = _place(path, posixpath.normpath(source.lstrip("/") or "."), at / target, is_folder=is_folder)
-                if place is not None:
-                    yield f"line {number}, `{' '.join(words)[:80]}`", path, place
-
-
-def _place(path: str, source: str, target: PurePosixPath, *, is_folder: bool) -> PurePosixPath | None:
-    """Return the path to which a file is copied; None if the copy's source does not name it."""
-    if source == "." or path.startswith(f"{source}/"):
-        place = target / posixpath.relpath(path, source)
-    elif fnmatch.fnmatchcase(path, source) and path.count("/") == source.count("/"):
-        place = target / posixpath.basename(path) if is_folder else target
-    else:
-        return None
-    return PurePosixPath(posixpath.normpath(place))
 
 
 def _instructions(dockerfile: str) -> list[tuple[int, list[str]]]:
@@ -214,9 +194,8 @@ class _Toml(_Section):
 class TaskFolder:
     name: str
     instruction: str
-    repository: Mapping[str, str]  # Path -> text of the repository's files.
-    # True if workspaces and verdicts use the image's files, which the Dockerfile may have changed after copying them.
-    is_in_image: bool = False
+    repository: Mapping[str, str]  # Path -> text of the repository's files; empty if the image has them.
+    is_in_image: bool = False  # True if workspaces and verdicts use the files of an image that the Dockerfile built.
     tests: tuple[HiddenTest, ...]
     script: TestScript | None  # Script that judges instead of `tests`; None without a trusted one.
     # Repository's own tests that judge instead of `tests` and `script`, for rows in SWE-bench's form.
@@ -258,19 +237,20 @@ def read_folder(folder: Traversable, name: str, *, trusts_script: bool = False) 
     image, why = _image(toml.environment, recipe, name, workdir)
     has_scripts = is_script or SOLVE in solution
     if has_scripts and workdir != WORKDIR and not image:
-        base = base_image(dockerfile)
+        base = base_image(dockerfile, workdir)
         image, why = (
             f"{PREFIX}{base}" if base else _built(name),
             f"its working folder is {workdir}, which exists only in an image",
         )
     is_in_image = bool(dockerfile and (toml.environment.docker_image or image == _built(name)))
-    files = {path: text for path, text in _texts(beside, where, only_texts=is_in_image) if path not in _DOCKER}
+    has_files = not is_in_image and (not dockerfile or _copies_its_folder(dockerfile))
+    files = {path: text for path, text in _texts(beside, where) if path not in _DOCKER} if has_files else {}
     script, script_why = _script(tests, toml.verifier, (image, why), name, where) if is_script else (None, "")
     images = {image: why} | ({script.image: script_why} if script else {})
     return TaskFolder(
         name=name,
         instruction=instruction,
-        repository=copied_files(dockerfile, files, workdir) if dockerfile else files,
+        repository=files,
         is_in_image=is_in_image,
         tests=() if is_script else _tests(tests, where),
         script=script,
@@ -307,20 +287,11 @@ def _image(section: _TaskEnvironment, recipe: Mapping[str, str], name: str, work
         return f"{PREFIX}{section.docker_image}", "task.toml names it"
     dockerfile = recipe.get("Dockerfile", "")
     other = next((file for file in sorted(recipe) if file in _DOCKER - {"Dockerfile"}), "")
-    why, elsewhere = why_an_image(dockerfile), _copied_elsewhere(dockerfile, workdir) if workdir else ""
-    if why and not other and not elsewhere and (base := base_image(dockerfile)):
+    why = why_an_image(dockerfile, workdir)
+    if why and not other and (base := base_image(dockerfile, workdir)):
         return f"{PREFIX}{base}", f"its Dockerfile, {why}"
-    why = why or elsewhere
     why = f"its Dockerfile, {why}" if why else other and f"it has a {other}"
     return (_built(name) if why else ""), why
-
-
-def _copied_elsewhere(dockerfile: str, workdir: str) -> str:
-    """Return a Dockerfile's first line that copies to another folder than `workdir`; empty without one."""
-    lines = (
-        line for line, file, place in _copies(dockerfile, ("file",), workdir) if place.parent != PurePosixPath(workdir)
-    )
-    return next((f"{line}: it copies to another folder than {workdir}, the working folder" for line in lines), "")
 
 
 def _script(
@@ -376,14 +347,10 @@ def _mebibytes(size: object) -> object:
         return size
 
 
-def _texts(folder: Traversable, where: str, *, only_texts: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (relative path, text) of every file, in order; `only_texts` skips those too large or no text."""
+def _texts(folder: Traversable, where: str) -> Iterator[tuple[str, str]]:
+    """Yield (relative path, text) of every file, in order."""
     for path, entry in _entries(folder):
-        try:
-            yield path, _decoded(path, _read(entry, where), where)
-        except InputError:
-            if not only_texts:
-                raise
+        yield path, _decoded(path, _read(entry, where), where)
 
 
 def _files(folder: Traversable, where: str) -> Iterator[tuple[str, bytes]]:

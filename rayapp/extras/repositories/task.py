@@ -276,7 +276,7 @@ class RepositoryTask:
         return replace(found, time_score_s=time.monotonic() - started)
 
     def with_changes(self, files: Mapping[str, str | None]) -> dict[str, str | None]:
-        """Return the repository with those changes that belong to an answer; None for a deleted file."""
+        """Return the repository, unless an image has it, with the changes that belong to an answer; None: deleted."""
         allowed = self.folder.own.answer
         counted = {path: text for path, text in files.items() if any(fnmatch.fnmatch(path, each) for each in allowed)}
         return {**self.folder.repository, **counted}
@@ -301,15 +301,8 @@ class RepositoryTask:
         self, repository: Mapping[str, str | None], sandbox: Sandbox, tests: Sequence[HiddenTest]
     ) -> list[str]:
         folder = self.folder
-        if folder.is_in_image:
-            return await run_tests(
-                sandbox, self._changes(repository), tests, image_folder=folder.workdir, timeout_s=folder.timeout_s
-            )
-        return await run_tests(sandbox, repository, tests, timeout_s=folder.timeout_s)
-
-    def _changes(self, repository: Mapping[str, str | None]) -> dict[str, str | None]:
-        base = self.folder.repository
-        return {path: text for path, text in repository.items() if path not in base or text != base[path]}
+        image_folder = folder.workdir if folder.is_in_image else ""
+        return await run_tests(sandbox, repository, tests, timeout_s=folder.timeout_s, image_folder=image_folder)
 
     async def _by_script(
         self, repository: Mapping[str, str | None], sandboxes: SandboxSource, sentinels: Sequence[Sentinel] = ()
@@ -446,11 +439,10 @@ class RepositoryTask:
         assert folder.script is not None
         told = (folder.instruction, *folder.solution, *folder.solution.values())
         repository, left_out = without_steering(folder.repository, changed, told)
-        is_in_image = folder.is_in_image and folder.script.image == folder.image
         reward = await judge_by_script(
             sandbox,
             folder.script,
-            self._changes(repository) if is_in_image else repository,
+            repository,
             workdir=folder.workdir,
             timeout_s=folder.timeout_s,
             sentinels=sentinels,

@@ -11,6 +11,7 @@ run's clock. A holder that finds a number above its own stops at its next beat.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import os
@@ -20,7 +21,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import ClassVar
 
 from rayapp.core.errors import (
     RunFolderError,
@@ -50,19 +50,12 @@ class Holder:
         return self.released or (self.boot == _boot() and not Path(f"/proc/{self.pid}").exists())
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        return f"process {self.pid} on {self.host}" if self.owner else "an unknown process"
 
-
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """Content of a lock object that this version can't read: it is held, and has beaten if it changes."""
-
-    content: bytes
-    owner: ClassVar = ""
-    is_free: ClassVar = False
-
-    def __str__(self) -> str:
-        return "an unknown process"
+    @classmethod
+    def unreadable(cls, content: bytes) -> Holder:
+        """Make the holder of a lock object that can't be read: it holds, and has beaten if the content changes."""
+        return cls(owner="", host=hashlib.sha256(content).hexdigest(), boot="", pid=0)
 
 
 class RunLock:
@@ -75,7 +68,7 @@ class RunLock:
     async def beat(self, storage: Storage, *, released: bool = False) -> None:
         """Write a sign of life, or the release, unless another run took over. Raises StorageError."""
         above, own = await _look(storage, self.number + 1), await _look(storage, self.number)
-        taker = above or (own if isinstance(own, Holder) else None)  # a damaged lock of its own is written again
+        taker = above or (own if own and own.owner else None)  # a damaged lock of its own is written again
         if taker and taker.owner != self._holder.owner:
             self.lost = (
                 f"{storage.uri} was taken over by {taker}, because this run didn't renew its lock in time, or started "
@@ -124,19 +117,19 @@ async def _wait_until_free(storage: Storage, number: int, lease_s: float) -> Non
         now = await _look(storage, number)
 
 
-async def _look(storage: Storage, number: int) -> Holder | Unreadable | None:
+async def _look(storage: Storage, number: int) -> Holder | None:
     try:
         content = await storage.get_bytes(_key(number))
     except StorageNotFoundError:
         return None
     except StorageCorruptError as error:
-        return Unreadable(str(error).encode())  # with the checksum that was found
+        return Holder.unreadable(str(error).encode())  # with the checksum that was found
     try:
         holder = Holder(**json.loads(content))
     except (ValueError, TypeError, RecursionError):
-        return Unreadable(content)
+        return Holder.unreadable(content)
     values = (getattr(holder, field.name) for field in fields(Holder))
-    return holder if [*map(type, values)] == [str, str, str, int, int, bool] else Unreadable(content)
+    return holder if [*map(type, values)] == [str, str, str, int, int, bool] else Holder.unreadable(content)
 
 
 def _key(number: int) -> str:

@@ -2,11 +2,10 @@
 
 POST/GET/DELETE /mcp     streamable HTTP of MCP
 POST /run_code, /submit  SandboxFusion's protocol (`fusion.py`)
-GET /metrics             metrics of requests and pool, for Prometheus
 GET /health              the pool's metrics; the only route without a key
 
-Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, limits the size of the
-request's body, and counts the answer.
+Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, and limits the size of
+the request's body.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import socket
-import time
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -22,8 +20,7 @@ import uvicorn
 from mcp.server.mcpserver import MCPServer
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rayapp.config.sandbox import SandboxConfig
@@ -36,7 +33,7 @@ from rayapp.extras.service.sessions import Sessions
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.sandbox.pool.pool import LeasePool
 
-PATH, HEALTH_PATH, METRICS_PATH = "/mcp", "/health", "/metrics"
+PATH, HEALTH_PATH = "/mcp", "/health"
 MAX_BODY_BYTES = 24 << 20
 _MAX_CONNECTIONS = 4096
 _STOP_GRACE_S = 5.0
@@ -63,7 +60,7 @@ async def serving(
     with _listening(host, port) as listener:
         address = f"{host}:{listener.getsockname()[1]}"
         async with open_pool(config, f"sandbox-service-{address}") as (sandboxes, pool):
-            calls, sessions = Calls(pool), Sessions(sandboxes, lease_timeout_s=lease_timeout_s)
+            calls, sessions = Calls(), Sessions(sandboxes, lease_timeout_s=lease_timeout_s)
             app = _Guard(_application(sessions, limits, pool, calls, host), key, calls, sessions)
             server = _Server(_uvicorn_config(app))
             running = asyncio.create_task(server.serve(sockets=[listener]), name="sandbox service")
@@ -113,11 +110,7 @@ def _application(sessions: Sessions, limits: ServerLimits, pool: LeasePool, call
     async def health(request: Request) -> JSONResponse:
         return JSONResponse({"status": "ok", "sessions": sessions.num_bound, **pool.stats()})
 
-    async def metrics(request: Request) -> Response:
-        return Response(calls.metrics(), media_type="text/plain; version=0.0.4")
-
     server.custom_route(HEALTH_PATH, methods=["GET"])(health)
-    server.custom_route(METRICS_PATH, methods=["GET"])(metrics)
     # Answers are JSON, not an event stream, because each call has one answer and clients limit the size of events.
     app = server.streamable_http_app(streamable_http_path=PATH, json_response=True, host=host)
     app.router.routes.extend(fusion_routes(sessions, calls))
@@ -125,7 +118,7 @@ def _application(sessions: Sessions, limits: ServerLimits, pool: LeasePool, call
 
 
 class _Guard:
-    """Middleware that checks the key, limits the body, counts the answer, and ends a sandbox with its session.
+    """Middleware that checks the key, limits the body, and ends a sandbox with its session.
 
     Only the listed routes need no key. A list of those that need one would be unsafe: the router's pattern ends in `$`,
     which also matches before a newline, so `/mcp%0A` reaches `/mcp`.
@@ -136,7 +129,6 @@ class _Guard:
         self._key = key.encode()
         self._calls = calls
         self._sessions = sessions
-        self._paths = {route.path for route in app.routes if isinstance(route, Route)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -152,7 +144,8 @@ class _Guard:
         if (refusal := _size_refusal(request)) is not None:
             await refusal(scope, receive, send)
             return
-        await self._counted(scope, receive, send)
+        with self._calls.calling() as (call_id, hangup):
+            await self._app(_named(scope, call_id), _watched(receive, hangup), send)
         if request.method == "DELETE":
             await self._sessions.end(request.headers.get("mcp-session-id", ""))
 
@@ -160,23 +153,6 @@ class _Guard:
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         given = (request.headers.get("e2b-api-key", ""), bearer)
         return not self._key or any(hmac.compare_digest(self._key, each.encode()) for each in given)
-
-    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started, status = time.monotonic(), 500
-
-        async def sent(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            with self._calls.calling() as (call_id, hangup):
-                await self._app(_named(scope, call_id), _watched(receive, hangup), sent)
-        finally:
-            route = scope["path"] if scope["path"] in self._paths else "other"
-            if scope["path"] != HEALTH_PATH:
-                self._calls.count(route, status, time.monotonic() - started)
 
 
 def _named(scope: Scope, call_id: str) -> Scope:

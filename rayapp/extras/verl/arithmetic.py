@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.agent import is_data_file
-from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP, POLICY_LOSSES
+from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP
 from rayapp.config.engine_args import HAS_KEY, REFUSED
-from rayapp.config.foreign_keys import Landing, Rule, Values, as_list, tracked
+from rayapp.config.foreign_keys import Landing, Values, as_list, tracked
 from rayapp.core.errors import ConfigError
-from rayapp.extras.verl.rules import REWARD_MODELS, reward_model_gpus
 
 _BATCH = "data.train_batch_size"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MODEL = "actor_rollout_ref.model"
-_KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
-_TASK_REWARDS = "distillation.distillation_loss.use_task_rewards"
+_KL_CTRL = "algorithm.kl_ctrl"
+_REWARD_WEIGHT = "rayapp.distillation.reward_weight"  # an override of ours
 _TRAINER_GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 # Keys of verl for the GPUs of the servers, in one_step_off_policy.
 _ROLLOUT_GPUS = ("rollout.n_gpus_per_node", "rollout.nnodes")
@@ -42,8 +41,7 @@ def group_size(key: str, value: Any, values: Values) -> Landing:
     size, estimator = int(value), values["algorithm.adv_estimator"]
     if estimator in NEEDS_GREEDY_BASELINE:
         return Landing(settings={"rollout.group_size": size + 1}, note=f"{size} sampled trajectories and a greedy one")
-    takes_rewards = not values.get("distillation.enabled") or values.get(_TASK_REWARDS, True)
-    if size > 1 or estimator in NEEDS_NO_GROUP or not takes_rewards:
+    if size > 1 or estimator in NEEDS_NO_GROUP or not values.get(_REWARD_WEIGHT, 1.0):
         return Landing(settings={"rollout.group_size": size}, note="trajectories per prompt")
     if estimator in NEEDS_GROUP:
         raise ConfigError(
@@ -66,12 +64,6 @@ def _sequence_parallel(values: Values) -> int:
     older = int(values.get("actor_rollout_ref.actor.ulysses_sequence_parallel_size", 1))
     newer = int(values.get("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size", 1))
     return older if older > 1 else newer
-
-
-def determinism(key: str, value: Any, values: Values) -> Landing:
-    return Landing(
-        settings={"run.deterministic": bool(value)}, note="synchronous runs on a CPU are always reproducible"
-    )
 
 
 def engine_argument(key: str, value: Any, values: Values) -> Landing:
@@ -130,7 +122,7 @@ def num_gpus(values: Values, names: tuple[str, str] = _TRAINER_GPUS) -> int:
 
 
 def gpus(key: str, value: Any, values: Values) -> Landing:
-    """Map GPUs: servers and learners share them, unless rollouts have separate ones. A reward model gets more."""
+    """Map GPUs: servers and learners share them, unless rollouts have separate ones."""
     learners, tp = num_gpus(values), int(values[_TP])
     is_split = all(values.get(name) for name in _ROLLOUT_GPUS)
     served, names = (num_gpus(values, _ROLLOUT_GPUS), _ROLLOUT_GPUS) if is_split else (learners, _TRAINER_GPUS)
@@ -139,17 +131,15 @@ def gpus(key: str, value: Any, values: Values) -> Landing:
             f"{' x '.join(names)} = {served} GPUs can't be divided into servers of {_TP} = {tp} GPUs each. Set {_TP} "
             f"to a divisor of {served}."
         )
-    judges = sum(reward_model_gpus(section, values) for section in REWARD_MODELS)
     settings = {
         "cluster.device": "gpu",
         "cluster.placement": "split" if is_split else "colocated",
-        "cluster.num_gpus": learners + judges + (served if is_split else 0),
+        "cluster.num_gpus": learners + (served if is_split else 0),
         "server.num_servers": served // tp,
         "learner.num_learners": learners,
     }
     shared = "beside" if is_split else "on the GPUs of"
-    note = f"{served // tp} servers x TP {tp} {shared} {learners} learners"
-    return Landing(settings=settings, note=note + (f", and {judges} more GPUs for the reward model" if judges else ""))
+    return Landing(settings=settings, note=f"{served // tp} servers x TP {tp} {shared} {learners} learners")
 
 
 def rollout_gpus(key: str, value: Any, values: Values) -> Landing:
@@ -271,33 +261,6 @@ def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={f"algorithm.kl_in_reward.{name}": setting for name, setting in settings.items()})
 
 
-def bypass_mode(key: str, value: Any, values: Values) -> Landing:
-    """Map bypass_mode: the engine's log-probs are the old log-probs. verl uses this loss whatever loss_mode is."""
-    if not value:
-        return Landing(note="the learner computes old log-probs")
-    options = {name: values.get(f"{_CORRECTION}.{name}") for name in POLICY_LOSSES["bypass_mode"].options}
-    settings = {f"algorithm.policy_loss_options.{name}": each for name, each in options.items() if each is not None}
-    return Landing(settings=settings | {"algorithm.policy_loss": "bypass_mode"}, note="loss_mode does not count")
-
-
-def policy_loss(key: str, value: Any, values: Values) -> Landing:
-    """Map the policy loss; rollout_correction.bypass_mode takes precedence over it."""
-    if values.get(f"{_CORRECTION}.bypass_mode"):
-        return Landing(note="rollout_correction.bypass_mode counts")
-    return Landing(settings={"algorithm.policy_loss": value})
-
-
-def rejection(key: str, value: Any, values: Values) -> Landing:
-    """Refuse rejection criteria, unless bypass_mode, whose rule maps them, is on."""
-    if value is not None and not values.get(f"{_CORRECTION}.bypass_mode"):
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: rayapp rejects trajectories only with "
-            f"{_CORRECTION}.bypass_mode=True, and otherwise weights them (rollout_is). Set bypass_mode, or leave {key} "
-            "out."
-        )
-    return Landing(note="goes with bypass_mode" if value is not None else "nothing is rejected")
-
-
 def replicas(key: str, value: Any, values: Values) -> Landing:
     """Map the learners that shard one copy of the model; -1, or the number of GPUs, means all."""
     total, size = num_gpus(values), int(value)
@@ -356,11 +319,6 @@ def run_name(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={"run.name": name}, note="" if name == value else f"from {value!r}")
 
 
-def output_dir(key: str, value: Any, values: Values) -> Landing:
-    """Map the project to the output folder: all runs of a project are in it."""
-    return Landing(settings={"run.output_dir": f"outputs/{value}"}, note="folder of the project's runs")
-
-
 def contents(key: str, value: Any, values: Values) -> Landing:
     """Map the contents of checkpoints; `extra` (generators, the loader's position) follows from seed and step."""
     kept = [name for name in as_list(value) if name != "extra"]
@@ -370,21 +328,9 @@ def contents(key: str, value: Any, values: Values) -> Landing:
     return Landing(settings={"checkpoint.save_contents": kept}, note=note)
 
 
-def data_files(target: str) -> Rule:
-    """Return a rule for data files. verl reads every file as parquet; rayapp reads the format that the suffix names."""
-
-    def rule(key: str, value: Any, values: Values) -> Landing:
-        files = [str(file) for file in as_list(value)]
-        others = [file for file in files if not is_data_file(file)]
-        named = [f"{file}.parquet" if file in others else file for file in files]
-        note = (
-            f"rename {', '.join(others)}: rayapp reads a file as parquet only if its name ends in .parquet"
-            if others
-            else ""
-        )
-        return Landing(settings={target: named}, note=note)
-
-    return rule
+def data_files(value: Any) -> list[str]:
+    """Return verl's data files, which it reads as parquet whatever their names; rayapp goes by the ending."""
+    return [file if is_data_file(file) else f"{file}.parquet" for file in map(str, as_list(value))]
 
 
 def at_least_zero(value: Any) -> int:

@@ -167,16 +167,14 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _default(path: Path, entry: Any) -> dict[str, Any]:
-    """Return the sections that one entry of `defaults` adds. verl's own files need not exist."""
+    """Return the sections of a file that `defaults` name. verl's own files need not exist."""
     if entry in _BASES or entry is None or (isinstance(entry, dict) and "model_engine" in entry):
         engine = entry.get("model_engine", "dp") if isinstance(entry, dict) else "dp"
         return {} if engine == "dp" else {"model_engine": engine}
-    [(name, chosen)] = entry.items() if isinstance(entry, dict) and len(entry) == 1 else [("", entry)]
-    group, _, package = str(name).removeprefix("optional ").removeprefix("override ").partition("@")
-    file = path.parent / group.lstrip("/") / f"{str(chosen).removesuffix('.yaml')}.yaml"
     # Skip verl's own files, next to its ppo_trainer.yaml: they hold verl's defaults, which rayapp knows.
     if _is_verls_own(path):
         return {}
+    file = path.parent / f"{str(entry).removesuffix('.yaml')}.yaml"
     if not file.is_file():
         raise ConfigError(
             f"verl config {path}: its `defaults` name {entry!r}, but {file} does not exist. Only {', '.join(_BASES)} "
@@ -184,11 +182,7 @@ def _default(path: Path, entry: Any) -> dict[str, Any]:
         )
     if file.resolve() == path.resolve():
         raise ConfigError(f"verl config {path}: its `defaults` name the file itself. Remove this entry.")
-    sections = (package or group.strip("/").replace("/", ".")).removeprefix("_global_").split(".")
-    found = _load(file)
-    for section in reversed([section for section in sections if section]):
-        found = {section: found}
-    return found
+    return _load(file)
 
 
 def _is_verls_own(path: Path) -> bool:

@@ -20,8 +20,8 @@ _OPTIM, _TURNS, _VAL = f"{_ACTOR}.optim", f"{_ROLLOUT}.multi_turn", f"{_ROLLOUT}
 _DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 
 DATA: dict[str, Rule] = {
-    "data.train_files": arithmetic.data_files("tasks"),
-    "data.val_files": arithmetic.data_files("eval.tasks"),
+    "data.train_files": to("tasks", arithmetic.data_files, note="a name of no known ending gets .parquet"),
+    "data.val_files": optional("eval.tasks", arithmetic.data_files),
     "data.val_max_samples": to("eval.max_problems", arithmetic.at_least_zero),
     "data.image_key": rules.image_key,
 }
@@ -38,7 +38,6 @@ ALGORITHM: dict[str, Rule] = {
     ),
     f"{_ACTOR}.clip_ratio_low": arithmetic.clip_ratio,
     f"{_ACTOR}.clip_ratio_high": arithmetic.clip_ratio,
-    f"{_ACTOR}.policy_loss.loss_mode": arithmetic.policy_loss,
     "algorithm.rollout_correction.rollout_is": choice(
         "algorithm.rollout_correction.level", {None: "none", "token": "token", "sequence": "sequence"}
     ),
@@ -61,7 +60,7 @@ LEARNER: dict[str, Rule] = {
         _DTYPES, note="gradients and buffers are always float32, which is at least as precise"
     ),
     f"{_FSDP}.ulysses_sequence_parallel_size": arithmetic.sequence_parallel,
-    f"{_FSDP}.full_determinism": arithmetic.determinism,
+    f"{_FSDP}.full_determinism": to("run.deterministic", bool),
     f"{_ACTOR}.checkpoint.save_contents": arithmetic.contents,
 }
 
@@ -79,7 +78,7 @@ ROLLOUT: dict[str, Rule] = {
 }
 
 TRAINER: dict[str, Rule] = {
-    "trainer.project_name": arithmetic.output_dir,
+    "trainer.project_name": to("run.output_dir", "outputs/{}".format, note="folder of the project's runs"),
     "trainer.experiment_name": arithmetic.run_name,
     "trainer.logger": arithmetic.trackers,
     "trainer.n_gpus_per_node": arithmetic.gpus,
@@ -95,24 +94,19 @@ TRAINER: dict[str, Rule] = {
 FEATURES: dict[str, Rule] = {
     "algorithm.filter_groups.enable": rules.filter_groups,
     "algorithm.filter_groups.metric": rules.filter_metric,
-    "reward_model.reward_manager": rules.reward_manager,
-    "reward.reward_manager.name": rules.reward_manager,
     "reward_model.reward_kwargs.*": rules.reward_kwargs,
     "reward.reward_kwargs.*": rules.reward_kwargs,
     "reward_model.overlong_buffer.*": rules.reward_kwargs,
-    "reward.reward_model.enable": rules.reward_model,
-    "reward_model.enable": rules.reward_model,
     "data.apply_chat_template_kwargs.*": rules.template_variable,
-    "distillation.enabled": rules.distillation,
     "rollout.n_gpus_per_node": arithmetic.rollout_gpus,
-    f"{_ROLLOUT}.trace.backend": rules.trace,
+    f"{_ROLLOUT}.trace.backend": choice(
+        "tracking.trace_ratio", {None: 0.0, "mlflow": 1.0}, note="a share of the trajectories, if mlflow is a tracker"
+    ),
     f"{_ROLLOUT}.prompt_length": rules.same_as("data.max_prompt_length"),
     f"{_ROLLOUT}.response_length": rules.same_as("data.max_response_length"),
     f"{_ROLLOUT}.engine_kwargs.vllm.*": arithmetic.engine_argument,
     f"{_ROLLOUT}.quantization": arithmetic.quantization,
-    f"{_ROLLOUT}.full_determinism": arithmetic.determinism,
-    "algorithm.rollout_correction.rollout_rs": arithmetic.rejection,
-    "algorithm.rollout_correction.bypass_mode": arithmetic.bypass_mode,
+    f"{_ROLLOUT}.full_determinism": to("run.deterministic", bool),
     **{
         f"{_ACTOR}.policy_loss.{name}": rules.loss_option
         for name in (

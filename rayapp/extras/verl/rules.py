@@ -1,4 +1,4 @@
-"""Rules for whole features of verl: DAPO's groups and lengths, reward managers, traces, distillation."""
+"""Rules for whole features of verl: DAPO's groups and lengths, pictures, options of losses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from rayapp.config.foreign_keys import Landing, Rule, Values
 from rayapp.core.errors import ConfigError
 
 _FILTER = "algorithm.filter_groups"
-_TRACE = "actor_rollout_ref.rollout.trace"
 _BATCHES_WITHOUT_LIMIT = 10
 _REWARD_METRICS = (None, "reward", "seq_reward", "seq_final_reward")
-_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "remote")
 
 
 def filter_groups(key: str, value: Any, values: Values) -> Landing:
@@ -55,55 +53,6 @@ def image_key(key: str, value: Any, values: Values) -> Landing:
     )
 
 
-def reward_manager(key: str, value: Any, values: Values) -> Landing:
-    """Map the reward manager. All give the same rewards; `dapo` can penalize long answers (`reward_kwargs`)."""
-    if value not in (None, *_MANAGERS):
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported; known reward managers are {', '.join(_MANAGERS)}. Give your own "
-            "function in rayapp.reward.custom."
-        )
-    return Landing(note="each row is scored separately, by the rule of its data_source")
-
-
-# Section of a reward model, in current and older versions of verl -> key of the model's path in it.
-REWARD_MODELS = {"reward.reward_model": "model_path", "reward_model": "model.path"}
-_JUDGE = "reward_model"  # Name of the judge, and of its server.
-
-
-def reward_model_gpus(section: str, values: Values) -> int:
-    size = values.get(f"{section}.rollout.tensor_model_parallel_size") or 2  # verl's default
-    return int(size) if values.get(f"{section}.enable") else 0
-
-
-def reward_model(key: str, value: Any, values: Values) -> Landing:
-    """Map a reward model to a judge on a server of the run, whose number is the reward, as in verl. Generative models
-    are refused: the user's reward function would call them through verl's router."""
-    section = key.rpartition(".")[0]
-    if not value:
-        return Landing(note="no reward model")
-    path_key = f"{section}.{REWARD_MODELS[section]}"
-    if any(values.get(f"{part}custom_reward_function.path") for part in ("", "reward.")):
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: your custom_reward_function calls the model through verl's router. "
-            f"Call a server of your own instead and set {key}=False, or make the model a judge (docs/judges.md)."
-        )
-    if not values.get(path_key):
-        raise ConfigError(f"{key} = {value!r} can't be imported: {path_key} is not set. Set {path_key}.")
-    lengths = [values.get(f"{section}.rollout.{name}") for name in ("prompt_length", "response_length")]
-    longest = {"max-model-len": sum(int(each) for each in lengths if each)} if all(lengths) else {}
-    share = float(values.get(f"{section}.rollout.gpu_memory_utilization") or 0.5)
-    server = {
-        "name": _JUDGE,
-        "path": values[path_key],
-        "tensor_parallel_size": reward_model_gpus(section, values),
-        "options": {"runner": "pooling", "gpu-memory-utilization": share, **longest},
-    }
-    judge = {"name": _JUDGE, "kind": "reward_model", "base_url": f"run://{_JUDGE}", "model": _JUDGE}
-    settings = {"model_servers": [server], "judges": [judge], "reward.judges": {_JUDGE: 1.0}}
-    note = "a vLLM server of the run on separate GPUs; its output is the reward"
-    return Landing(settings=settings | {"reward.verdict_weight": 0.0}, note=note)
-
-
 def reward_kwargs(key: str, value: Any, values: Values) -> Landing:
     """Map `overlong_buffer_cfg` of the reward manager `dapo`, from the section of any version of verl."""
     section, _, name = key.rpartition(".")
@@ -127,30 +76,9 @@ def loss_option(key: str, value: Any, values: Values) -> Landing:
     """Map an option of a policy loss, if the configured loss reads it."""
     name = key.rpartition(".")[2]
     mode = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
-    if values.get("algorithm.rollout_correction.bypass_mode"):
-        mode = "bypass_mode"
     if value is None or name not in options_of(str(mode)):
         return Landing(note="not set" if value is None else f"the loss {mode} does not read it")
     return Landing(settings={f"algorithm.policy_loss_options.{name}": value})
-
-
-def trace(key: str, value: Any, values: Values) -> Landing:
-    """Map MLflow traces: verl sets the traced prompts of each worker, rayapp a share of all trajectories."""
-    if value is None:
-        return Landing(settings={"tracking.trace_ratio": 0.0})
-    if value != "mlflow":
-        raise ConfigError(
-            f"{key} = {value!r} can't be imported: traces go to MLflow. Set it to mlflow, or leave it out."
-        )
-    most = values.get(f"{_TRACE}.max_samples_per_step_per_worker")
-    prompts = int(values["data.train_batch_size"])
-    workers = int(values["actor_rollout_ref.rollout.agent.num_workers"])
-    ratio = 1.0 if most is None else min(1.0, int(most) * workers / prompts)
-    settings: dict[str, Any] = {"tracking.trace_ratio": ratio}
-    if "trainer.logger" not in values:
-        settings["tracking.trackers"] = ["console", "mlflow", "jsonl"]
-    note = "" if most is None else f"{most} prompts x {workers} workers of {prompts} prompts"
-    return Landing(settings=settings, note=note)
 
 
 def same_as(other: str) -> Rule:
@@ -164,87 +92,3 @@ def same_as(other: str) -> Rule:
         return Landing(note=f"{other} counts")
 
     return rule
-
-
-_LOSS = "distillation.distillation_loss"
-# (use_policy_gradient, loss_mode) of verl for a KL over sampled tokens -> direction of the KL with the same gradient.
-_ESTIMATED = {
-    # k1 is the log-ratio itself, used as an advantage; the other entries are losses with the same gradient.
-    (True, "k1"): "reverse",
-    (True, "kl"): "reverse",
-    (False, "k2"): "reverse",
-    (False, "mse"): "reverse",
-    (False, "k3"): "forward",
-    (False, "low_var_kl"): "forward",
-}
-
-
-# Option of the loss in verl's section `distillation` -> the key of the policy's own loss, and its default.
-_OF_LOSS = {
-    "policy_loss_mode": ("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"),
-    "clip_ratio_low": ("actor_rollout_ref.actor.clip_ratio_low", 0.2),
-    "clip_ratio_high": ("actor_rollout_ref.actor.clip_ratio_high", 0.2),
-}
-
-
-def distillation(key: str, value: Any, values: Values) -> Landing:
-    """Map all keys of the section `distillation` together, because their meanings depend on each other."""
-    if not value:
-        return Landing(note="no teacher")
-    settings = {f"distillation.{name}": setting for name, setting in _kl(values).items()}
-    takes_rewards = bool(values.get(f"{_LOSS}.use_task_rewards", True))
-    if values.get(f"{_LOSS}.use_policy_gradient"):
-        _check_loss(values)
-    settings |= {
-        "distillation.teacher": _teacher(values),
-        "distillation.weight": float(values.get(f"{_LOSS}.distillation_loss_coef", 1.0)) if takes_rewards else 1.0,
-        "distillation.reward_weight": float(takes_rewards),
-    }
-    return Landing(settings=settings, note="the learners hold the teacher; it has no separate servers")
-
-
-def _check_loss(values: Values) -> None:
-    """Check that distillation's policy loss equals the policy's: rayapp adds both advantages and computes one loss."""
-    for name, (key, default) in _OF_LOSS.items():
-        own, policys = values.get(f"{_LOSS}.{name}", default), values.get(key)
-        if own != (default if policys is None else policys):
-            raise ConfigError(
-                f"{_LOSS}.{name} = {own!r} can't be imported: rayapp computes one loss from the advantages of teacher "
-                f"and rewards, with {key} = {policys}. Give both keys the same value."
-            )
-
-
-def _kl(values: Values) -> dict[str, Any]:
-    mode, as_advantage = values.get(f"{_LOSS}.loss_mode", "k3"), bool(values.get(f"{_LOSS}.use_policy_gradient", False))
-    clamp, floor = values.get(f"{_LOSS}.loss_max_clamp"), values.get(f"{_LOSS}.log_prob_min_clamp")
-    if mode != "forward_kl_topk":
-        floor = None  # verl clamps log-probs only with top k
-    if floor is not None or (clamp is not None and not as_advantage):
-        name, found = ("log_prob_min_clamp", floor) if floor is not None else ("loss_max_clamp", clamp)
-        raise ConfigError(f"{_LOSS}.{name} = {found!r} can't be imported: rayapp has no such limit. Set it to null.")
-    if mode == "forward_kl_topk" and not as_advantage:
-        return {"kl": "forward", "kl_over": "top_k", "top_k": int(values.get(f"{_LOSS}.topk", 32))}
-    if (as_advantage, mode) not in _ESTIMATED:
-        known = ", ".join(f"{known} with use_policy_gradient={on}" for on, known in _ESTIMATED)
-        raise ConfigError(
-            f"{_LOSS}.loss_mode = {mode!r} with use_policy_gradient={as_advantage} can't be imported; supported are "
-            f"{known}, and forward_kl_topk with use_policy_gradient=False"
-        )
-    return {"kl": _ESTIMATED[as_advantage, mode], "kl_over": "sampled", "max_log_ratio": clamp}
-
-
-def _teacher(values: Values) -> str:
-    """Return the one teacher model: the user's entry, or else verl's default entry."""
-    models = {
-        key.split(".")[2]: str(path)
-        for key, path in values.items()
-        if key.startswith("distillation.teacher_models.") and key.endswith(".model_path") and path
-    }
-    if len(models) > 1:
-        models.pop("teacher_model", None)
-    if len(models) != 1:
-        found = f"teachers {', '.join(models)} are named" if models else "no teacher_models.*.model_path is set"
-        raise ConfigError(
-            f"distillation.enabled = True can't be imported: {found}, but a run needs exactly one teacher."
-        )
-    return next(iter(models.values()))

@@ -57,7 +57,7 @@ def read_script(path: Path, environment: Mapping[str, str] | None = None, overri
     if len(launches) != 1:
         found = f"{len(launches)} commands start a trainer" if launches else f"it starts no `python -m verl...`{ended}"
         raise ConfigError(f"verl script {path}: {found}. {_WITHOUT}")
-    _check_known(path, text, launches[0], overridden, known)
+    _check_known(path, text, launches[0], overridden)
     if others := [" ".join(words) for words in calls if not _launch(words)]:
         log.warning("verl script %s: taken as successful without running them: %s", path, "; ".join(others)[:300])
     return launches[0]
@@ -135,7 +135,7 @@ def _trains(launch: Launch) -> bool:
     return launch.module.rpartition(".")[2] in TRAINERS
 
 
-def _check_known(path: Path, text: str, launch: Launch, overridden: Collection[str], known: Mapping[str, str]) -> None:
+def _check_known(path: Path, text: str, launch: Launch, overridden: Collection[str]) -> None:
     if not _trains(launch):
         raise ConfigError(
             f"verl script {path} runs {launch.module}, which is not one of {', '.join(TRAINERS)}. Use `rayapp sft` for "
@@ -146,20 +146,10 @@ def _check_known(path: Path, text: str, launch: Launch, overridden: Collection[s
     unknown = [
         f"{key}: {' '.join(what.split())} did not run" for key, word in keys.items() for what in _UNKNOWN.findall(word)
     ]
-    for key, raw in re.findall(r"([\w.]+)=(\S*\$\S*)", text):
-        names = [name or braced for name, braced in re.findall(r"\$(?:(\w+)|\{(\w+)\})", raw)]
-        if key in keys and (unset := [name for name in names if name not in known and not _is_assigned(name, text)]):
-            unknown.append(f"{key}: ${unset[0]} is not set")
-        elif keys.get(key, "").endswith("="):
-            unknown.append(f"{key}: {raw} is empty")
+    given = re.findall(r"([\w.]+)=(\S*\$\S*)", text)
+    unknown += [f"{key}: {raw} is empty" for key, raw in given if keys.get(key, "").endswith("=")]
     if unknown:
         raise ConfigError(
             f"verl script {path} uses values that can't be computed in a sandbox. Export the variables, or give these "
             "keys as overrides after the script:\n  " + "\n  ".join(dict.fromkeys(unknown))
         )
-
-
-def _is_assigned(name: str, text: str) -> bool:
-    if name.isdigit():
-        return bool(re.search(r"\w\s*\(\)\s*\{|\bset --", text))  # an argument of a function
-    return bool(re.search(rf"\b{name}(\[\w+\])?[+:]?=|\b(for|select|read( -\w+)*|getopts \S+) {name}\b", text))

@@ -26,7 +26,6 @@ _MIN_NAP_S = 0.005
 _MAX_NAP_S = 5.0
 _GIVEN_UP_KEPT = 1024
 _LAST_WAITS = 2048
-MAX_WAITING = 10_000  # callers that may wait at once; further ones are refused at once instead of at their deadlines
 Turn = asyncio.Future[Lease]
 
 
@@ -75,7 +74,6 @@ class LeasePool:
     provider: str = "local"  # in every lease
     stock: Stock | None = None  # None if the lease holders make the sandboxes
     min_ready: int = 0  # for each kind in use
-    max_waiting: int = MAX_WAITING
     idle_timeout_s: float = IDLE_TIMEOUT_S  # without a request; no sandboxes of a kind are then kept ready
     clock: Callable[[], float] = time.monotonic
     # A random start: a pool that replaces a dead pool must not use ids that callers still hold.
@@ -94,7 +92,7 @@ class LeasePool:
         """Wait for this caller's turn and return its lease. A caller in another process chooses `lease_id` at random:
         with it, it can release the lease even if the pool's answer is lost.
 
-        A SandboxUnavailableError (none free in time, too many callers) may pass; a SandboxConfigError never does.
+        A SandboxUnavailableError (none free in time) may pass; a SandboxConfigError never does.
         """
         self._check_open()
         self.reclaim_expired()
@@ -111,11 +109,6 @@ class LeasePool:
             self.pump()
             if turn.done():
                 return self._granted(turn, started_at)
-            if self._num_waiting > self.max_waiting:
-                raise SandboxUnavailableError(
-                    f"{self._num_waiting - 1} callers already wait for a sandbox, which is the maximum: raise "
-                    "sandbox.max_leases"
-                )
             # wait_for is not used: on Python 3.11 it loses a cancellation that arrives together with the grant.
             async with asyncio.timeout(timeout_s):
                 await turn

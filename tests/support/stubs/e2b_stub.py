@@ -30,7 +30,6 @@ class E2BStub(StubServer):
 
     Args:
         max_alive: quota; 0 is none.
-        no_images: names of images from which no template can be built.
         page: sandboxes per page of a listing.
     """
 
@@ -39,7 +38,6 @@ class E2BStub(StubServer):
         *,
         dialect: Literal["e2b", "kruise"] = "e2b",
         max_alive: int = 0,
-        no_images: tuple[str, ...] = (),
         page: int = 100,
         faults: Faults | None = None,
     ) -> None:
@@ -49,10 +47,6 @@ class E2BStub(StubServer):
         """Body of every request that creates a sandbox."""
         self._dialect = dialect
         self._templates = ["code-interpreter-v1", "code-interpreter", "base"]
-        self._no_images = no_images
-        self.builds: dict[str, dict[str, Any]] = {}
-        """Name of a template that a client built -> body of the request that started the build."""
-        self.num_build_polls = 0
         self._page = page
         self._by_key: dict[str, Box] = {}
         self._ports = Ports(self.boxes)
@@ -68,18 +62,8 @@ class E2BStub(StubServer):
             ("GET", one, "info", self._info),
             ("DELETE", one, "kill", self._kill),
             ("POST", f"{one}/timeout", "extend", self._timeout),
-            *(self._template_routes() if self._dialect == "e2b" else ()),
         ):
             self.app.router.add_route(method, path, self.wrap(call, CONTROL_FAULTS, self._with_key(handler)))
-
-    def _template_routes(self) -> tuple[tuple[str, str, str, Handler], ...]:
-        build = "/templates/{name}/builds/{build}"
-        return (
-            ("GET", "/templates/aliases/{name}", "template", self._template),
-            ("POST", "/v3/templates", "template", self._new_template),
-            ("POST", f"/v2{build}", "template", self._start_build),
-            ("GET", f"{build}/status", "template", self._build_status),
-        )
 
     def _add_port_routes(self) -> None:
         for method, path, call, handler in (
@@ -125,34 +109,6 @@ class E2BStub(StubServer):
         if key:
             self._by_key[key] = box
         return web.json_response(self._created(box), status=201)
-
-    async def _template(self, request: web.Request) -> web.StreamResponse:
-        name = request.match_info["name"]
-        if name not in self._templates:
-            return self.fail(request, 404, f"template alias '{name}' not found")
-        return web.json_response({"templateID": name, "public": False})
-
-    async def _new_template(self, request: web.Request) -> web.StreamResponse:
-        name = (await request.json())["name"]
-        made = {"templateID": name, "buildID": uuid.uuid4().hex, "public": False}
-        return web.json_response(made | {"names": [name], "tags": ["default"], "aliases": [name]}, status=202)
-
-    async def _start_build(self, request: web.Request) -> web.StreamResponse:
-        self.builds[request.match_info["name"]] = await request.json()
-        return web.Response(status=202)
-
-    async def _build_status(self, request: web.Request) -> web.StreamResponse:
-        """Return `building` to the first request for a build, then the end."""
-        name, build = request.match_info["name"], request.match_info["build"]
-        image = self.builds[name]["fromImage"]
-        self.num_build_polls += 1
-        told: dict[str, Any] = {"logs": [], "logEntries": [], "templateID": name, "buildID": build}
-        if self.num_build_polls % 2:
-            return web.json_response(told | {"status": "building"})
-        if image in self._no_images:
-            return web.json_response(told | {"status": "error", "reason": {"message": f"image {image}: not found"}})
-        self._templates.append(name)
-        return web.json_response(told | {"status": "ready"})
 
     def _created(self, box: Box) -> dict[str, Any]:
         return {

@@ -71,8 +71,8 @@ def test_an_agents_endpoint_may_be_a_server_of_the_run() -> None:
 
 def test_an_agents_endpoint_that_can_not_work_is_refused() -> None:
     for external, message in (
-        ({}, "base_url is empty. Set base_url"),
-        ({"models": "train", "endpoint": {"base_url": "http://a/v1"}}, "models is train, which doesn't use it"),
+        ({}, "models is endpoint, and agent.external.endpoint.base_url is ''"),
+        ({"models": "train", "endpoint": {"base_url": "http://a/v1"}}, "models is train, and .* is 'http://a/v1'"),
         ({"endpoint": {"base_url": "run://other"}}, "base_url is run://other, but `model_servers` has helper"),
         ({"endpoint": {"base_url": "run://helper", "model": "b"}}, "calls its model 'helper'"),
         ({"endpoint": {"base_url": "http://user:secret@host/v1"}}, "given with a username and a password"),

@@ -440,7 +440,7 @@ OF_MCP = {"providers": [{"type": "mcp", "url": "http://h/mcp"}]}
         (INSIDE_ONE, {"sandbox": OF_MCP}, "from sandboxes of mcp. Use local in"),
         (INSIDE_ONE, {}, "sandbox.lease_ttl_s is 600, but an agent inside a sandbox needs a lease of"),
         (AN_AGENT, {"learner": {"share_prefixes": False}}, "may fork, and learner.share_prefixes is false"),
-        ({**AN_AGENT, "tool_file": "t.yaml"}, {}, "an external agent has tools of its own"),
+        ({**AN_AGENT, "tool_file": "t.yaml"}, {}, "external_agent plays these tasks, and doesn't use"),
     ],
 )
 def test_settings_that_contradict_are_refused(agent: dict[str, Any], more: dict[str, Any], problem: str) -> None:

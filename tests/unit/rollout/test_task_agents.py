@@ -437,7 +437,7 @@ def test_a_task_of_another_kind_and_too_few_sandboxes_are_told_before_anything_s
 
 
 def test_a_file_of_tools_is_refused_where_tasks_are_played_in_one_turn() -> None:
-    with pytest.raises(ConfigError, match="single_turn_agent plays these tasks, and has no tools"):
+    with pytest.raises(ConfigError, match="single_turn_agent plays these tasks, and doesn't use these tools"):
         load_config(None, ["agent.tool_file=t.yaml"])
 
 

@@ -72,7 +72,7 @@ def why(*providers: dict[str, object], template: str = "org/x:1") -> str:
         ({"type": "daytona"}, "org/x:1", ""),
         ({"type": "daytona"}, "image:oci:/x", "provider daytona can't read oci:/x"),
         ({"type": "e2b", "images": {"org/x:1": "x"}}, "image:org/x:1", ""),
-        ({"type": "e2b"}, "image:org/x:1", ""),  # E2B builds a template from it
+        ({"type": "e2b"}, "image:org/x:1", "Build one, and name it in sandbox.providers[].images: {org/x:1: …}"),
         ({"type": "e2b"}, "org/x:1", "Build one, and name it in sandbox.providers[].images: {org/x:1: …}"),
         ({"type": "e2b"}, "image:build:x", "provider e2b has no template for this image"),
         ({"type": "e2b", "api_url": "http://h/kruise/api"}, "image:x", "provider e2b has no template for this image"),

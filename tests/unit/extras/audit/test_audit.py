@@ -16,10 +16,9 @@ from rayapp.cli.main import run
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
-from rayapp.extras.audit.checks import TaskReport, audit, holds_expression
+from rayapp.extras.audit.checks import TaskReport, audit
 from rayapp.extras.audit.subject import Attempt, Subject
-from rayapp.extras.audit.subjects import coding_subject, subjects_of, task_subject
-from rayapp.extras.generators.reasoning_gym import GeneratedTask
+from rayapp.extras.audit.subjects import coding_subject, subjects_of
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.coding import CodingTask
 
@@ -105,37 +104,12 @@ async def test_a_cheat_that_is_paid_and_a_grader_that_pays_all_are_told(sandboxe
     assert found.reports[0].cheats == "1/1"
 
 
-async def test_a_generated_problem_that_a_guess_solves_is_told(sandboxes: SandboxSource) -> None:
-    guessed, sound, unanswered = (
-        GeneratedTask(name=name, prompt=f"{n} + 1?", answer=answer, options="{}", index=n, is_compared=True)
-        for name, n, answer in (("sums", 0, "1"), ("sums", 6570, "6571"), ("boxes", 3, None))
-    )
-
-    found = await audited(sandboxes, *map(task_subject, (guessed, sound, unanswered)))
-
-    assert found.said == ["trivial: `the answer 1` earns 1.00, more than 0.5"]
-    assert [(report.task, report.solution) for report in found.reports] == [
-        ("sums[0]", "2/2"), ("sums[6570]", "2/2"), ("boxes[3]", "none"),
-    ]  # fmt: skip
-
-
 async def test_an_environment_is_refused_since_only_playing_it_gives_a_verdict(
     sandboxes: SandboxSource, tmp_path: Path
 ) -> None:
     (tmp_path / "walk.yaml").write_text("{environment: openenv, url: 'http://127.0.0.1:1', size: 1}")
     with pytest.raises(InputError, match="walk is an environment: it scores only trajectories"):
         await audited(sandboxes, *await subjects_of([str(tmp_path / "walk.yaml")], AnswerRewards(), cache=tmp_path))
-
-
-async def test_tasks_that_ask_the_same_are_told(sandboxes: SandboxSource) -> None:
-    prompts = ("Write double(x).", "write  DOUBLE(x).\n", "Implement double(x).")
-    tasks = [
-        coding_subject(CodingTask(**DOUBLE | {"name": f"d{number}", "prompt": prompt}))
-        for number, prompt in enumerate(prompts)
-    ]
-    found = await audited(sandboxes, *tasks, runs=1)
-
-    assert found.said == ["duplicate: the prompt equals the prompt of d0"]
 
 
 async def test_rows_of_code_are_audited_as_they_would_be_scored(sandboxes: SandboxSource, tmp_path: Path) -> None:
@@ -199,14 +173,6 @@ async def test_the_command_prints_json_and_exits_with_1_on_a_finding(
     assert "1 tasks audited, 0 with findings" in capsys.readouterr().out
     assert await asyncio.to_thread(run, ["task", "audit", "sort_number"]) == 2
     assert "did you mean sort_numbers?" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("prompt", "is_told"),
-    [("It is x**3.", True), ("It is `x ** 3`.", True), ("It is max**3 or x**30.", False), ("Cube x.", False)],
-)
-async def test_a_short_solution_in_the_prompt_is_told_white_space_aside(prompt: str, is_told: bool) -> None:
-    assert holds_expression(prompt, "x ** 3") is is_told
 
 
 def test_an_audit_is_a_gate_with_a_list_of_the_tasks_that_it_keeps(

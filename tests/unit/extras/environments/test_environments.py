@@ -237,7 +237,7 @@ async def test_a_trl_class_that_dies_costs_signal_and_never_a_zero(bench: Make, 
         ("{environment: trl, factory: 'guessing.py:Unpaid'}", "gives no reward: it has neither"),
         ("{environment: trl, factory: 'guessing.py:Guessing', rows: nowhere.jsonl}", "nowhere.jsonl can't be read"),
         ("{environment: trl, factry: x}", "factry"),
-        ("{environment: openenv, url: 'localhost:8000'}", "must begin with http"),
+        ("{environment: openenv, url: 'localhost:8000'}", "of the form .https"),
         ("{environment: openenv, url: 'http://127.0.0.1:9'}", "can't be reached.* Start it, or correct `url`"),
     ],
 )

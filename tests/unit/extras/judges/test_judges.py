@@ -461,15 +461,13 @@ def judged(**more: Any) -> dict[str, Any]:
     [
         (judged() | {"reward": {"judges": {"p": 1.0}}}, "reward.judges names p, but `judges` has q"),
         (judged() | {"reward": {"judges": {"q": float("nan")}}}, "finite number"),
-        (judged() | {"reward": {"verdict_weight": 0.0}}, "verdict_weight is 0"),
+        (judged() | {"reward": {"verdict_weight": 0.0}}, "verdict_weight and all weights"),
         (judged(base_url="http://user:secret@h/v1"), "URL 'http://h/v1' was given with a user"),
         (judged(base_url="h:80"), "must be of the form http"),
         (judged(rubric={}), "needs a rubric"),
         (judged(rubric=RUBRIC | {"agrees": "It does."}), "can't have the name 'agrees'"),
         (judged(kind="reward_model"), "uses neither `rubric` nor"),
         (judged(kind="pairwise", timeout_s=300), "timeout_s is 300, but must be below rollout.group_deadline_s = 300"),
-        (judged(reference=True), "tasks have no ground_truth"),
-        (judged(max_concurrent=1) | {"rollout": {"num_workers": 2}}, "num_workers = 2"),
         ({"judges": judged()["judges"] * 2}, "two judges have the name 'q'"),
     ],
 )

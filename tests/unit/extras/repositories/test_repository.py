@@ -19,7 +19,7 @@ from rayapp.core.protocols import SandboxSource
 from rayapp.core.types import Reward
 from rayapp.extras.audit.checks import audit
 from rayapp.extras.audit.subjects import repository_subject, subjects_of
-from rayapp.extras.repositories.folder import copied_files, why_an_image
+from rayapp.extras.repositories.folder import why_an_image
 from rayapp.extras.repositories.hidden_tests import PROBE, all_hold, read_hidden_tests
 from rayapp.extras.repositories.scripts import without_steering
 from rayapp.extras.repositories.task import RepositoryTask, as_answer, load_repository, read_answer
@@ -432,23 +432,6 @@ def test_an_image_is_taken_as_it_is_or_has_to_be_built(
     spec = load_repository(folder, "mine").spec
 
     assert (spec.template, spec.workdir, dict(spec.env)) == (template, workdir, env)
-
-
-@pytest.mark.parametrize(
-    ("dockerfile", "copied"),
-    [
-        ("FROM python:3\nWORKDIR /app\nCOPY . /app\n", {"a.py", "src/b.py", "src/deep/c.txt"}),
-        ("FROM python:3\nWORKDIR /app\n", set()),
-        ("FROM python:3\nRUN x\nWORKDIR /app\nCOPY a.py new.py\nADD --chown=me ./src lib/\n",
-         {"new.py", "lib/b.py", "lib/deep/c.txt"}),
-        ("FROM python:3\nRUN x\nWORKDIR /srv\nCOPY src/*.py a.py ../app/in/\nWORKDIR /app\n", {"in/b.py", "in/a.py"}),
-        ("FROM python:3\nCOPY --from=x . /app\nCOPY src/deep /data/\n", set()),
-    ],
-)  # fmt: skip
-def test_only_files_that_the_dockerfile_copies_belong_to_the_repository(dockerfile: str, copied: set[str]) -> None:
-    files = dict.fromkeys(("a.py", "src/b.py", "src/deep/c.txt"), "text")
-
-    assert copied_files(dockerfile, files, "/app") == dict.fromkeys(copied, "text")
 
 
 @real

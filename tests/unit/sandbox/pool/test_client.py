@@ -45,7 +45,7 @@ class FarPool:
 
 
 def make(retry_every_s: float = 1.0) -> tuple[LeasePool, FakeProvider, PoolClient, FarPool]:
-    pool = LeasePool(max_leases=1, max_waiting=10, ttl_s=1000)
+    pool = LeasePool(max_leases=1, ttl_s=1000)
     provider, far = FakeProvider(name="local"), FarPool(pool)
     client = PoolClient(far, provider, holder="worker", ttl_s=60, retry_every_s=retry_every_s)
     return pool, provider, client, far

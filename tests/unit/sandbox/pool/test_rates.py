@@ -40,7 +40,7 @@ def test_a_shorter_wait_does_not_lift_a_longer_one() -> None:
 @pytest.mark.parametrize("jump_s", [-3600.0, -1.0])
 async def test_a_clock_that_jumps_back_takes_no_lease_from_anybody(jump_s: float) -> None:
     clock = Clock()
-    pool = LeasePool(max_leases=1, max_waiting=5, ttl_s=10.0, clock=clock)
+    pool = LeasePool(max_leases=1, ttl_s=10.0, clock=clock)
     lease = await pool.acquire("worker", timeout_s=30)
     clock.now += jump_s
     pool.tend()
