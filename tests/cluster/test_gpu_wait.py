@@ -21,14 +21,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def cluster(stand_in_engines: None) -> Iterator[Any]:
+def cluster(stand_in_engines: None, until_started: Callable[[Callable[[], Any]], Any]) -> Iterator[Any]:
     """A head with one GPU. A later test adds a node."""
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 1, "num_gpus": 1, "include_dashboard": False, "object_store_memory": 100_000_000},
-    )
+    head = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False, "object_store_memory": 100_000_000}
+    cluster = until_started(lambda: Cluster(initialize_head=True, head_node_args=head))
     ray.init(address=cluster.address, logging_level="error")
     try:
         yield cluster

@@ -23,7 +23,7 @@ from actors.handles import LearnerHandle
 from actors.spawn import spawn
 from actors.starting import dump_stacks
 from rayapp.config.config import Config
-from rayapp.core.errors import ConfigError, ProcessDiedError, RestartsUsedUpError
+from rayapp.core.errors import ConfigError, LearnerError, RestartsUsedUpError
 from rayapp.driver.cluster import Cluster, open_cluster
 from rayapp.driver.loop import train_through_losses
 from rayapp.runs.folder import RunFolder
@@ -325,5 +325,5 @@ async def test_a_learner_whose_port_is_taken_says_so_and_what_to_do(
     with socket.create_server(("", 0)) as taken, ray.init(address=nodes.address, namespace="port", log_to_driver=False):
         port = taken.getsockname()[1]
         actor = spawn("learner", "learner-0", make_config(), 0, 2, "127.0.0.1", port)
-        with pytest.raises(ProcessDiedError, match=rf"could not start.*at 127\.0\.0\.1:{port}: .*start the run again"):
+        with pytest.raises(LearnerError, match=rf"not find .* at 127\.0\.0\.1:{port}: .*start the run again"):
             await LearnerHandle(actor, "learner-0", 60.0).ready(300.0)
