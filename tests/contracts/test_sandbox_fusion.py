@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import itertools
 import json
 import os
 import signal
@@ -20,6 +22,8 @@ import sandbox_fusion as fusion
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.sandbox_fusion.utils import check_correctness
 
+from rayapp.config.sandbox import SandboxConfig
+from rayapp.extras.service.app import serving
 from support.languages import SUM as SUM_IN
 from support.languages import installed
 
@@ -217,3 +221,19 @@ def test_a_client_that_hangs_up_gives_its_sandbox_back(url: str, way: str) -> No
     started = time.monotonic()
     assert run_code(url, code="print(2)").run_result.stdout == "2\n"
     assert time.monotonic() - started < 30
+
+
+async def test_a_client_that_hangs_up_within_its_request_is_no_error_of_the_service(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with serving(SandboxConfig(), key="") as address:
+        host, _, port = address.removeprefix("http://").partition(":")
+        for route, sent in itertools.product(("/run_code", "/submit", "/mcp"), ("", "{")):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(f"POST {route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 9\r\n\r\n{sent}".encode())
+            await writer.drain()
+            await asyncio.sleep(0.1)
+            writer.close()
+        await asyncio.sleep(0.5)
+
+    assert "Traceback" not in capfd.readouterr().err

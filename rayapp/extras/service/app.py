@@ -14,12 +14,12 @@ import asyncio
 import hmac
 import socket
 from collections.abc import AsyncIterator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import uvicorn
 from mcp.server.mcpserver import MCPServer
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -144,7 +144,7 @@ class _Guard:
         if (refusal := _size_refusal(request)) is not None:
             await refusal(scope, receive, send)
             return
-        with self._calls.calling() as (call_id, hangup):
+        with self._calls.calling() as (call_id, hangup), suppress(ClientDisconnect):
             await self._app(_named(scope, call_id), _watched(receive, hangup), send)
         if request.method == "DELETE":
             await self._sessions.end(request.headers.get("mcp-session-id", ""))
