@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,11 +22,26 @@ from rayapp.core.types import Group, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.learner.shares import Share
 from support import make
+from support.family_trial import rounded_copy
 from support.learners import MAX_LOG_PROB_DIFFERENCE
 
 References = Callable[[Iterable[WeightBucket]], list[Any]]
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
 
+PLAIN_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+
+merged, base, adapter, tokens = *sys.argv[1:4], json.loads(sys.argv[4])
+usual = {"dtype": "float32", "enforce_eager": True, "max_model_len": 32, "max_num_seqs": 2}
+settings = SamplingParams(max_tokens=1, prompt_logprobs=0)
+for folder, lora in ((merged, None), (base, LoRARequest("policy", 1, adapter))):
+    llm = LLM(folder, enable_lora=lora is not None, max_lora_rank=8, **usual)
+    [found] = llm.generate([{"prompt_token_ids": tokens}], settings, lora_request=lora)
+    print("LOG_PROBS", *(found.prompt_logprobs[i][tokens[i]].logprob for i in range(1, len(tokens))))
+    del llm
+"""
 TOKENS = [72, 75, 84, 85, 86, 28, 2, 89]
 
 
@@ -89,3 +108,33 @@ async def _refuses_what_has_no_place(server: VllmServer, buckets: list[WeightBuc
     torn = WeightBucket(entries=(renamed, *buckets[0].entries[1:]), data=buckets[0].data, checksums={})  # type: ignore[arg-type]
     with pytest.raises(WeightSyncError, match=r"lacks 1 of the \d+ modules that the adapter changes: model\.layers\.7"):
         await server.load_weights(9, references([torn, *buckets[1:]]))
+
+
+@pytest.mark.long
+def test_plain_vllm_computes_the_learners_log_probs_from_the_final_folder_of_4_bits_and_from_its_adapter(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = with_values(
+        make_config(tiny_model, "nf4"), learner={"compute_dtype": "float32"}, checkpoint={"final_dtype": "float32"}
+    )
+    learner, group, final = Learner(config, 0, 1, "", 0), group_of((1.0, 0.0)), tmp_path / "final"
+    try:
+        before = learner.log_probs_of(group)[0]
+        learner.train_step(1, (summarize_group(group, time_total_s=0.0),), ((Share(0),),), group)
+        trained = learner.log_probs_of(group)[0]
+        learner.export_hf(str(final))
+    finally:
+        learner.close()
+
+    base = rounded_copy(tiny_model, tmp_path / "rounded")
+    arguments = [str(final), str(base), str(final / "adapter"), json.dumps(TOKENS)]
+    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", PLAIN_VLLM, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    lines = [line.split()[1:] for line in ran.stdout.splitlines() if line.startswith("LOG_PROBS")]
+    assert len(lines) == 2
+    assert np.abs(before - trained).max() > 0.05
+    for line in lines:
+        assert np.abs(np.array(line[3:], float) - trained).max() < 1e-4
