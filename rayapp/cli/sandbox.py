@@ -296,6 +296,9 @@ async def run_once(
         spec = SandboxSpec(packages=packages)
         labels = labels_of(RUN_NAME)
         sandbox = await provider.create(spec, labels=labels, ttl_s=ttl_s, timeout_s=_READY_TIMEOUT_S)
-        return await sandbox.run_code(code, timeout_s=timeout_s, stdin=stdin)
+        try:
+            return await sandbox.run_code(code, timeout_s=timeout_s, stdin=stdin)
+        finally:
+            await asyncio.shield(provider.kill(sandbox.id))
     finally:
         await asyncio.shield(provider.close())

@@ -94,7 +94,7 @@ class SandboxProvider(Protocol):
         ...
 
     async def close(self) -> None:
-        """Kill the sandboxes that this object created; release connections and helper processes. Idempotent."""
+        """Release connections and helper processes, and with these a local provider's sandboxes. Idempotent."""
         ...
 
 

@@ -38,14 +38,16 @@ class FailsForOneText:
         return len(text) % 11
 
 
-def test_two_judges_reward_a_run_and_a_failure_costs_one_trajectory(
+def test_two_judges_reward_a_run_and_a_failure_costs_its_trajectories(
     tmp_path: Path, short_run: Callable[..., dict[str, Any]], standing_ray: Any
 ) -> None:
     stub = JudgeStub(FailsForOneText(), key=JUDGE_KEY)
     rubric = {"long": "It is long."}
     with stub.running_in_thread() as url:
         shared = {"base_url": f"{url}/v1", "model": "m", "rubric": rubric, "api_key_env": "JUDGE_KEY"}
-        config = short_run(tmp_path, train={"num_steps": NUM_STEPS}, rollout={"num_workers": 2}) | {
+        # Several trajectories may have the one text for which the judge fails.
+        rollout = {"num_workers": 2, "max_failed_ratio": 1.0}
+        config = short_run(tmp_path, train={"num_steps": NUM_STEPS}, rollout=rollout) | {
             "judges": [
                 shared | {"name": "quality", "input_price": 1.0},
                 shared | {"name": "pairs", "kind": "pairwise"},
@@ -59,9 +61,10 @@ def test_two_judges_reward_a_run_and_a_failure_costs_one_trajectory(
     steps = records(folder)
     rewards = [each.reward for group in groups_of(folder) for each in group.trajectories]
     lost = [reward for reward in rewards if not reward.valid]
-    assert [(reward.failure_kind, reward.value) for reward in lost] == [("judge_unreachable", 0.0)]
-    assert sum(record.get("failure/judge_unreachable", 0.0) for record in steps) == pytest.approx(1 / 8)
-    assert sum(record.get("status/error_reward", 0.0) for record in steps) == pytest.approx(1 / 8)
+    assert {(reward.failure_kind, reward.value) for reward in lost} == {("judge_unreachable", 0.0)}
+    assert len(lost) < len(rewards)
+    assert sum(record.get("failure/judge_unreachable", 0.0) for record in steps) == pytest.approx(len(lost) / 8)
+    assert sum(record.get("status/error_reward", 0.0) for record in steps) == pytest.approx(len(lost) / 8)
     for reward in rewards:
         if reward.valid:
             scored, compared = reward.terms["judge/quality"], reward.terms["judge/pairs"]

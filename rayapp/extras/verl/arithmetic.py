@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rayapp.config.agent import is_data_file
-from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP
+from rayapp.config.algorithm import NEEDS_GREEDY_BASELINE, NEEDS_GROUP, NEEDS_NO_GROUP, POLICY_LOSSES
 from rayapp.config.engine_args import HAS_KEY, REFUSED
 from rayapp.config.foreign_keys import Landing, Values, as_list, tracked
 from rayapp.core.errors import ConfigError
@@ -15,7 +15,7 @@ from rayapp.core.errors import ConfigError
 _BATCH = "data.train_batch_size"
 _TP = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _MODEL = "actor_rollout_ref.model"
-_KL_CTRL = "algorithm.kl_ctrl"
+_KL_CTRL, _CORRECTION = "algorithm.kl_ctrl", "algorithm.rollout_correction"
 _REWARD_WEIGHT = "rayapp.distillation.reward_weight"  # an override of ours
 _TRAINER_GPUS = ("trainer.n_gpus_per_node", "trainer.nnodes")
 # Keys of verl for the GPUs of the servers, in one_step_off_policy.
@@ -259,6 +259,33 @@ def kl_in_reward(key: str, value: Any, values: Values) -> Landing:
         raise ConfigError(f"algorithm.kl_penalty = {kind!r} can't be imported; supported values are {known}")
     settings = {"coef": float(values.get(f"{_KL_CTRL}.kl_coef", 0.001)), "type": estimator}
     return Landing(settings={f"algorithm.kl_in_reward.{name}": setting for name, setting in settings.items()})
+
+
+def bypass_mode(key: str, value: Any, values: Values) -> Landing:
+    """Map bypass_mode: the engine's log-probs are the old log-probs. verl uses this loss whatever loss_mode is."""
+    if not value:
+        return Landing(note="the learner computes old log-probs")
+    options = {name: values.get(f"{_CORRECTION}.{name}") for name in POLICY_LOSSES["bypass_mode"].options}
+    settings = {f"algorithm.policy_loss_options.{name}": each for name, each in options.items() if each is not None}
+    return Landing(settings=settings | {"algorithm.policy_loss": "bypass_mode"}, note="loss_mode does not count")
+
+
+def policy_loss(key: str, value: Any, values: Values) -> Landing:
+    """Map the policy loss; rollout_correction.bypass_mode takes precedence over it."""
+    if values.get(f"{_CORRECTION}.bypass_mode"):
+        return Landing(note="rollout_correction.bypass_mode counts")
+    return Landing(settings={"algorithm.policy_loss": value})
+
+
+def rejection(key: str, value: Any, values: Values) -> Landing:
+    """Refuse rejection criteria, unless bypass_mode, whose rule maps them, is on."""
+    if value is not None and not values.get(f"{_CORRECTION}.bypass_mode"):
+        raise ConfigError(
+            f"{key} = {value!r} can't be imported: rayapp rejects trajectories only with "
+            f"{_CORRECTION}.bypass_mode=True, and otherwise weights them (rollout_is). Set bypass_mode, or leave {key} "
+            "out."
+        )
+    return Landing(note="goes with bypass_mode" if value is not None else "nothing is rejected")
 
 
 def replicas(key: str, value: Any, values: Values) -> Landing:

@@ -38,6 +38,7 @@ ALGORITHM: dict[str, Rule] = {
     ),
     f"{_ACTOR}.clip_ratio_low": arithmetic.clip_ratio,
     f"{_ACTOR}.clip_ratio_high": arithmetic.clip_ratio,
+    f"{_ACTOR}.policy_loss.loss_mode": arithmetic.policy_loss,
     "algorithm.rollout_correction.rollout_is": choice(
         "algorithm.rollout_correction.level", {None: "none", "token": "token", "sequence": "sequence"}
     ),
@@ -107,6 +108,8 @@ FEATURES: dict[str, Rule] = {
     f"{_ROLLOUT}.engine_kwargs.vllm.*": arithmetic.engine_argument,
     f"{_ROLLOUT}.quantization": arithmetic.quantization,
     f"{_ROLLOUT}.full_determinism": to("run.deterministic", bool),
+    "algorithm.rollout_correction.rollout_rs": arithmetic.rejection,
+    "algorithm.rollout_correction.bypass_mode": arithmetic.bypass_mode,
     **{
         f"{_ACTOR}.policy_loss.{name}": rules.loss_option
         for name in (

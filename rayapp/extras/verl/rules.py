@@ -76,6 +76,8 @@ def loss_option(key: str, value: Any, values: Values) -> Landing:
     """Map an option of a policy loss, if the configured loss reads it."""
     name = key.rpartition(".")[2]
     mode = values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
+    if values.get("algorithm.rollout_correction.bypass_mode"):
+        mode = "bypass_mode"
     if value is None or name not in options_of(str(mode)):
         return Landing(note="not set" if value is None else f"the loss {mode} does not read it")
     return Landing(settings={f"algorithm.policy_loss_options.{name}": value})

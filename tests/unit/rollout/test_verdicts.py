@@ -157,8 +157,8 @@ class Episode:
     def __init__(self, act: Act, where: str) -> None:
         self.act, self.where, self.is_bad = act, where, False
 
-    async def reset(self, columns: Any) -> str:
-        return ""
+    async def reset(self, columns: Any) -> ToolOutput:
+        return ToolOutput(text="")
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput:
         self.is_bad |= arguments["text"] == "bad"

@@ -283,7 +283,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("ROLLOUT.top_p=0.9", "bias the importance ratio"),
         ("algorithm.use_kl_in_reward=True algorithm.kl_penalty=full", "supported values are kl, k1, mse"),
         ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.type=adaptive", "It must be fixed"),
-        ("CORRECTION.rollout_rs=token_k1", "only by the loss bypass_mode"),
+        ("CORRECTION.rollout_rs=token_k1", "only with algorithm.rollout_correction.bypass_mode=True"),
         ("ACTOR.ppo_mini_batch_size=5", "does not divide"),
         ("trainer.n_gpus_per_node=3", "can't be divided into servers"),
         ("algorithm.adv_estimator=gae", "critic"),

@@ -27,11 +27,9 @@ REFUSED = {
     "v_grpo_trainer__run_gpt_oss_20b_fsdp": "rollouts run on vLLM",
     "v_grpo_trainer__run_mistral_nemo_12b_skyworkrm_fsdp": "make the model a judge",
     "v_grpo_trainer__run_qwen3_5_35b_megatron_lite": r"actor\.engine\.\* can't be imported",
-    "v_rollout_correction__run_qwen2_5_7b_fsdp": r"give rayapp\.algorithm\.policy_loss=bypass_mode",
-    "v_rollout_correction__run_qwen2_5_7b_fsdp_multi_rs": r"give rayapp\.algorithm\.policy_loss=bypass_mode",
     "v_on_policy_distillation_trainer__run_qwen3_8b_fsdp": r"give the teacher as rayapp\.distillation\.teacher=MODEL",
 }
-"""Commands that can't be imported, with the reason: 22 of 29 can be."""
+"""Commands that can't be imported, with the reason: 24 of 29 can be."""
 
 SCRIPT = r"""#!/usr/bin/env bash
 # don't mind the apostrophe
@@ -216,6 +214,11 @@ def test_the_algorithms_of_verls_examples_mean_the_same_here() -> None:
     taught = taken("on_policy_distillation_trainer__run_qwen3_8b_fsdp", "distillation.enabled=False",
                    "rayapp.distillation.teacher=m", "rayapp.distillation.reward_weight=0")  # fmt: skip
     assert (taught.rollout.group_size, taught.distillation.reward_weight) == (1, 0.0)
+
+    bypass = taken("rollout_correction__run_qwen2_5_7b_fsdp_multi_rs", "actor_rollout_ref.rollout.n=8").algorithm
+    options = {"loss_type": "ppo_clip", "rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.6_1.6,2.5"}
+    assert (bypass.policy_loss, bypass.policy_loss_options) == ("bypass_mode", options)
+    assert (bypass.rollout_correction.level, bypass.rollout_correction.threshold) == ("token", 2.0)
 
 
 def test_all_problems_are_told_at_once_in_verls_names() -> None:
