@@ -89,7 +89,7 @@ METRICS: tuple[Metric, ...] = (
     _gauge("rl_weight_sync_seconds", "timing_s/weight_sync", "Time until every server had the last weights", unit="s"),
     _gauge("rl_weight_sync_bytes", "weight_sync/bytes", "Weights sent to each server", unit="bytes"),
     _gauge("rl_failed_share", "failure/{cause}",
-           "Trajectories of the last step without a verdict, by cause (sandbox, engine, …)",
+           "Trajectories of the last step without a verdict, by cause, such as sandbox or engine",
            unit="share", is_zero_when_absent=True),
     _gauge("rl_failed_share_10_steps", "rollout/failed_ratio_10_steps",
            "Trajectories of the last ten steps without a verdict; above rollout.max_failed_ratio the "

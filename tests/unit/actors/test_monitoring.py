@@ -121,6 +121,10 @@ def test_the_workstations_prometheus_loads_the_charts_alerts() -> None:
 # --- dashboard
 
 
+def test_descriptions_are_ascii_because_ray_makes_no_metric_with_another() -> None:
+    assert [metric.name for metric in METRICS if not metric.help.isascii()] == []
+
+
 def test_every_metric_is_on_the_dashboard() -> None:
     drawn = " ".join(expr for _, panels in ROWS for panel in panels for expr, _, _ in queries(panel))
 
