@@ -117,7 +117,7 @@ _ENDPOINTS = """\
 serving at {address}    (Ctrl-C ends it)
 MCP            {address}/mcp
 SandboxFusion  {address}/run_code and {address}/submit
-counts         {address}/health and {address}/metrics"""
+counts         {address}/health"""
 
 
 async def _serve(serving: Callable[[], AbstractAsyncContextManager[str]]) -> None:
