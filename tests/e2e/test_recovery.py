@@ -129,9 +129,11 @@ def test_each_loss_is_counted_and_one_line_on_the_console(battered: Battered) ->
 def test_every_rank_of_every_server_held_the_learners_weights_in_each_step(battered: Battered) -> None:
     from safetensors import safe_open
 
-    folder, output, _, _ = battered
+    folder, output, _, kills = battered
     with safe_open(folder / "final" / "model.safetensors", "pt") as file:
         num_tensors = len(file.keys())
     for record in records(folder):
-        assert record["weight_sync/tensors_loaded"] == num_tensors, output  # of the rank with the fewest
+        # Of the rank with the fewest; none if the only server is lost in the sync, and its successor loads them instead.
+        is_lost = kills.get(record["step"] - 1) == "vllm-server-0"
+        assert record["weight_sync/tensors_loaded"] in {num_tensors, 0 if is_lost else num_tensors}, output
         assert record.get("rollout_probs_diff/max", 0.0) < 1e-3, output
