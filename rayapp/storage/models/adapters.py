@@ -1,7 +1,7 @@
 """The adapter of an earlier run in `MODEL/adapter`, which that run merged into the model (`model.quantization`).
 
-Rounding the merged weights would lose it: it is smaller than a step between two of NF4's values. So learners and servers
-take it out before they round, and learners train it on. In this way a run goes on from its warm-up in 4 bits.
+Rounding the merged weights would lose it: it is smaller than a step between two of NF4's values. So learners and
+servers take it out before they round, and learners train it on. In this way a run goes on from its warm-up in 4 bits.
 """
 
 from __future__ import annotations
