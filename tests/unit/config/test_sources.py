@@ -100,14 +100,16 @@ def test_the_short_forms_are_not_given_beside_sources(tmp_path: Path, section: d
         load_config(write(tmp_path, CODE, **section))
 
 
-def test_tasks_beside_data_files_are_told_to_become_two_sources() -> None:
-    with pytest.raises(ConfigError, match=r"data files \(a\.parquet, b\.parquet\).*Make two `sources`"):
-        load_config(None, ["tasks=[sort_numbers, a.parquet]", "eval.tasks=[b.parquet]"])
-
-
-def test_a_run_on_tasks_cannot_evaluate_data_files() -> None:
-    with pytest.raises(ConfigError, match=r"data files \(b\.parquet\) and other tasks \(sort_numbers\).*rayapp eval"):
-        load_config(None, ["tasks=[sort_numbers]", "eval.tasks=[b.parquet]"])
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ("[sort_numbers, a.parquet]", r"data files \(a\.parquet, b\.parquet\).*Make two `sources`"),
+        ("[sort_numbers]", r"data files \(b\.parquet\) and other tasks \(sort_numbers\).*rayapp eval"),
+    ],
+)
+def test_tasks_beside_data_files_are_told_what_to_do(tasks: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, [f"tasks={tasks}", "eval.tasks=[b.parquet]"])
 
 
 @pytest.mark.parametrize(
