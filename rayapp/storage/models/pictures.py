@@ -1,4 +1,4 @@
-"""The processor of a model that reads pictures: the tokens that stand for a picture, and the inputs of the vision tower.
+"""The processor of a model that reads pictures: tokens that stand for a picture, and the inputs of the vision tower.
 
     run(width, height) -> ids                       every module expands placeholders with these
     expand([p, v, q], sizes) -> [p, s v v v e, q]   and the place of each picture
@@ -62,7 +62,7 @@ class PictureProcessor:
     def expand(
         self, ids: Sequence[int], pictures: Sequence[bytes], sizes: Sequence[tuple[int, int]]
     ) -> tuple[list[int], Media]:
-        """Return the ids with each placeholder replaced by the run of its picture, and the pictures' places. InputError:
+        """Return the ids with each placeholder replaced by its picture's run, and the pictures' places. InputError:
         the number of placeholders differs from the number of pictures, or these are too many, or too large."""
         if len(pictures) > MOST_PICTURES:
             raise InputError(f"the prompt has {len(pictures)} pictures: at most {MOST_PICTURES} are allowed")
@@ -90,7 +90,7 @@ def reads_pictures(model: ModelSection) -> bool:
 
 
 def load_pictures(model: ModelSection) -> PictureProcessor:
-    """Return the processor of a local model. Raises ConfigError: the model, or this installation, can't read pictures."""
+    """Return the processor of a local model. ConfigError: the model, or this installation, can't read pictures."""
     if why := refuse_pictures(_architecture(model)):
         raise ConfigError(f"model.path {model.path!r}: {why}")
     return _loaded(str(model.path), trust_remote_code=model.trust_remote_code)
