@@ -26,6 +26,10 @@ MAX_BYTES = 20 << 20  # of an encoded picture
 MAX_PIXELS = 1 << 25  # of a picture: 33 million, e.g. 8192 x 4096
 MOST_PICTURES = 128  # of a prompt, and of the later turns of a trajectory
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_KINDS = {
+    b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp",
+    b"BM": "image/bmp",
+}  # fmt: skip
 IMAGE_PART = {"type": "image"}  # part of a message's content where a chat template writes its placeholder
 
 
@@ -71,6 +75,15 @@ def from_data_uri(uri: str) -> bytes:
         return check_bytes(base64.b64decode(data, validate=True))
     except binascii.Error as error:
         raise InputError(f"a picture's data is not base64: {error}") from None
+
+
+def kind_of(encoded: bytes) -> str | None:
+    """Return the media type of a picture, e.g. image/png; None: of no known format."""
+    return next((kind for start, kind in _KINDS.items() if encoded.startswith(start)), None)
+
+
+def as_data_uri(encoded: bytes) -> str:
+    return f"data:{kind_of(encoded) or 'image/png'};base64,{base64.b64encode(encoded).decode()}"
 
 
 def compact(token_ids: Sequence[int], media: Media, placeholder: int) -> list[int]:
