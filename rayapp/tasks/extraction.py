@@ -15,7 +15,7 @@ import functools
 import re
 import textwrap
 from collections.abc import Sequence
-from itertools import islice
+from itertools import chain, islice, takewhile
 
 from markdown_it import MarkdownIt
 
@@ -24,6 +24,7 @@ from rayapp.core.syntax import answer_of, parse
 _PYTHON_LANGUAGES = frozenset({"python", "py", "python3", "pycon", "ipython"})
 _LANGUAGE = re.compile(r"[{.]*([\w+#-]+)")
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
+_MARKUP = frozenset({"markdown", "md", "text"})
 _MAX_TRIES = 12  # A hostile completion must not take seconds to find where the code ends (or begins).
 _MARKDOWN = MarkdownIt("zero").enable(["blockquote", "code", "fence", "list"])
 _MARKDOWN.core.ruler.enableOnly(["block"])
@@ -67,11 +68,13 @@ def extract_program(completion: str) -> str | None:
     if marked:
         return _until_fence(marked[-1])
     above = textwrap.dedent(_before_fences(text)).strip()
-    if above and _only_closes(text) and _is_program(above):
-        return above
+    program = _program_below_prose(above)
     blocks = [block for block in _fenced_blocks(text) if block.strip()]
+    # A first fence without a language may close the program, and later "blocks" may be the text between blocks.
+    if program and not _first_language(text) and not any(map(_is_program, blocks[-_MAX_TRIES:])):
+        return program
     parsing = (block for block in blocks[:-_MAX_TRIES:-1] if parse(block) is not None)
-    return next(parsing, _until_fence(blocks[-1])) if blocks else above or None
+    return next(parsing, _until_fence(blocks[-1])) if blocks else program or above or None
 
 
 def marked_block(completion: str, languages: frozenset[str]) -> str:
@@ -96,6 +99,21 @@ def _only_closes(text: str) -> bool:
     """Return True for one fence without a language: it may close code that no fence opens."""
     blocks = _fences(text)
     return len(blocks) == 1 and not blocks[0][0] and text.rstrip().count("\n") + 1 in (blocks[0][2], blocks[0][3])
+
+
+def _first_language(text: str) -> str:
+    return next((language for language, _, _, _ in _fences(text)), "")
+
+
+def _program_below_prose(text: str) -> str:
+    """Return the program in a text without fences; empty if there is none."""
+    if _is_program(text):
+        return text
+    lines = text.split("\n")
+    prose = list(takewhile(lambda line: "=" not in line, lines))
+    ends = [number for number, line in enumerate(prose, start=1) if line.rstrip().endswith((":", ".", "!"))]
+    tries = (textwrap.dedent("\n".join(lines[end:])).strip() for end in ends[:_MAX_TRIES])
+    return next(filter(_is_program, tries), "")
 
 
 def _is_program(text: str) -> bool:
@@ -187,25 +205,40 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 def _fences(text: str) -> list[tuple[str, str, int, int]]:
     """Return language, contents, first line and end of each block; an unclosed one extends to the end of the text.
 
-    Blocks are those of CommonMark, but a fence in a string of Python closes no block."""
+    Blocks are those of CommonMark, but a fence in a string of Python closes no block. Blocks inside a block of Markdown
+    or an indented one replace it."""
+    found = list[tuple[str, str, int, int]]()
+    for language, content, first, end in _outer_fences(text):
+        has_inner = language.lower() in _MARKUP or (not language and _begins_with_fence(content))
+        inner = _outer_fences(textwrap.dedent(content)) if has_inner else []
+        found += [(*block[:2], first, end) for block in inner] or [(language, content, first, end)]
+    return found
+
+
+def _outer_fences(text: str) -> list[tuple[str, str, int, int]]:
     lines, found, start, tries = text.split("\n"), list[tuple[str, str, int, int]](), 0, _MAX_TRIES
     while start < len(lines):
         for token in _MARKDOWN.parse("\n".join(lines[start:])):
-            if token.type != "fence" or not token.map:
+            is_indented = token.type == "code_block" and _begins_with_fence(token.content)
+            if not (token.type == "fence" or is_indented) or not token.map:
                 continue
             (first, end), language = (start + place for place in token.map), _language(token.info)
-            if not found and _cuts_string("\n".join(lines[:first])) and parse(text) is not None:
-                return []
+            is_unopened = not found and _cuts_string("\n".join(lines[:first]))
             is_cut = tries > 0 and _may_be_python(language) and _cuts_string(token.content)
             tries -= is_cut
-            if is_cut and (closing := _end_after_strings(lines, first)) is not None:
-                found.append((language, "\n".join([*lines[first + 1 : closing], ""]), first, closing + 1))
+            opening, language = (-1, "") if is_unopened else (first, language)
+            if (is_unopened or is_cut) and (closing := _end_after_strings(lines, opening)) is not None:
+                found.append((language, "\n".join([*lines[opening + 1 : closing], ""]), opening, closing + 1))
                 start = closing + 1
                 break
             found.append((language, token.content, first, end))
         else:
             break
     return found
+
+
+def _begins_with_fence(text: str) -> bool:
+    return _fence(text.lstrip().partition("\n")[0]) is not None
 
 
 def _language(info: str) -> str:
@@ -219,9 +252,10 @@ def _may_be_python(language: str) -> bool:
 
 
 def _end_after_strings(lines: Sequence[str], first: int) -> int | None:
-    """Return the line of the fence above which the block that line `first` opens parses, if any of the next does."""
+    """Return the line of the fence (or of the text's end) above which the block that line `first` opens parses, if it
+    is one of the next."""
     fences = (place for place in range(first + 1, len(lines)) if _fence(lines[place]))
-    for place in islice(fences, _MAX_TRIES):
+    for place in chain(islice(fences, _MAX_TRIES), [len(lines) - (not lines[-1])]):
         if parse(textwrap.dedent("\n".join(lines[first + 1 : place]))) is not None:
             return place
     return None
@@ -254,7 +288,15 @@ def _unfenced(text: str, func_name: str) -> str:
     for start in starts[-_MAX_TRIES:]:
         if parse("\n".join(lines[start : target + 1]) + " pass") is not None:
             return "\n".join(lines[start:])
-    return "\n".join(lines[target:])
+    indent = lines[target][: -len(lines[target].lstrip())]
+    if not indent:
+        return "\n".join(lines[target:])
+    # An indented block below prose.
+    first, end = (
+        next((place for place in places if lines[place].strip() and not lines[place].startswith(indent)), last)
+        for places, last in ((range(target, -1, -1), -1), (range(target, len(lines)), len(lines)))
+    )
+    return _unfenced("\n".join(lines[first + 1 : end]), func_name)
 
 
 def _def_pattern(func_name: str) -> re.Pattern[str]:

@@ -165,6 +165,29 @@ def test_a_fence_in_a_string_closes_no_block(source: str, text: str) -> None:
     assert (extract_program(text.format(source)) or "").strip() == source.strip()
 
 
+@pytest.mark.parametrize("text", ["```python\n{}", "{}```\n", "{}```\nThat is it.", "~~~\n{}"])
+@pytest.mark.parametrize("source", IN_STRINGS)
+def test_a_fence_in_a_string_closes_no_block_that_lacks_a_fence(source: str, text: str) -> None:
+    assert extract_code(text.format(source), "f") == source
+    assert (extract_module(text.format(source), "f") or "").strip() == source.strip()
+    assert (extract_program(text.format(source)) or "").strip() == source.strip()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["````markdown\n```python\n{}```\n````\n", "````\n~~~py\n{}~~~\n````", "```md\n# Code\n~~~python\n{}~~~\n```\n",
+     "Answer:\n\n    {}", "Answer:\n\n\t{}", "Answer:\n\n    ```python\n    {}    ```\nDone.",
+     "Answer:\n\n        ~~~python\n        {}        ~~~\n"],
+)  # fmt: skip
+def test_code_is_found_in_nested_and_in_indented_blocks(text: str) -> None:
+    source, indent = "import math\n\ndef f(x):\n    return 1\n", text[: text.index("{}")].rpartition("\n")[2]
+    text = text.format(source.replace("\n", f"\n{indent}").removesuffix(indent))
+
+    assert (extract_code(text, "f") or "").endswith("def f(x):\n    return 1\n")
+    assert (extract_module(text, "f") or "").endswith("def f(x):\n    return 1\n")
+    assert (extract_program(text) or "").strip() == source.strip()
+
+
 @pytest.mark.parametrize(
     ("info", "is_python"),
     [("python", True), ("Python3", True), ("{.python}", True), ("python:main.py", True), ('py title="x"', True),
@@ -184,7 +207,9 @@ def test_a_function_is_found_in_blocks_of_many_forms(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["print(6 * 7)\n```", "print(6 * 7)\n```\nDone.", "print(6 * 7)\n~~~\n\nIt prints.\n",
-                                  "Solution\n```\nprint(6 * 7)", "Code:\n```\nprint(6 * 7)\n```"])  # fmt: skip
+                                  "Solution\n```\nprint(6 * 7)", "Code:\n```\nprint(6 * 7)\n```",
+                                  "Here it is:\nprint(6 * 7)\n```", "Sure. It's short.\n\nprint(6 * 7)\n~~~\nDone.",
+                                  "print(6 * 7)\n```\nOutput:\n```\n42\n```"])  # fmt: skip
 def test_a_program_may_lack_the_fence_that_opens_or_closes_it(text: str) -> None:
     assert (extract_program(text) or "").strip() == "print(6 * 7)"
 
