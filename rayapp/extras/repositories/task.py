@@ -375,6 +375,7 @@ class RepositoryTask:
         with_wrong = partial(self._passed, tests, wrong, files, sandboxes)
         runs: list[Callable[[], Coroutine[Any, Any, Any]]] = [once_more] * _TRUE_RUNS + [with_wrong] * _WRONG_RUNS
         ended = await _together(runs, rng)
+        again: Reward
         for again in ended[:_TRUE_RUNS]:
             if not again.valid or not again.terms["solved"]:
                 return again
