@@ -13,19 +13,10 @@ import pytest
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, SandboxGoneError, SandboxUnavailableError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import CallReport, CallResult, ExecOutcome, ExecResult, Prompt, SandboxSpec, StopCause
-from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.text_process import MAX_TEXT_CHARS, TextProcess
+from support import make
 
-TASK = CodingTask(
-    name="double",
-    prompt="Write double(x).",
-    func_name="double",
-    signature="def double(x):",
-    tests=("1", "2", "3", "rng.randint(4, 9)"),
-    reference="2 * x",
-    banned_patterns=("sum",),
-    packages=("numpy",),
-)
+TASK = make.double_task(tests=("1", "2", "3", "rng.randint(4, 9)"), banned_patterns=("sum",), packages=("numpy",))
 GOOD = "\n    return 2 * x\n"
 
 
