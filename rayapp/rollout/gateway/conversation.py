@@ -40,10 +40,9 @@ class ToolCall:
 
     @property
     def parsed(self) -> Any:
-        """The arguments as data, or as text if they are not JSON. Some clients write a blank text or null for none."""
+        """The arguments as data, or as text if they are not JSON. Some clients write an empty text for no arguments."""
         try:
-            found = json.loads(self.arguments.strip() or "{}")
-            return {} if found is None else found
+            return json.loads(self.arguments or "{}")
         except (ValueError, RecursionError):
             return self.arguments
 

@@ -206,7 +206,7 @@ def test_a_prefilled_chat_ends_in_the_signature_with_no_newline_and_a_bare_one_b
     rendered = render(system="Be brief.")
 
     answer = "```python\ndef double(x):"
-    assert rendered.text == f"<system>Be brief.\n<user>Write double(x).\n<assistant>{answer}"
+    assert rendered.text == f"<system>Be brief.\n<user>{TASK.prompt}\n<assistant>{answer}"
     assert (rendered.prefill, rendered.stop) == (answer, ("```",))
     assert rendered.token_ids.dtype == np.int32
     assert rendered.token_ids.tolist() == [ord(letter) for letter in rendered.text]
