@@ -11,7 +11,7 @@ import gc
 import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,8 +19,10 @@ _ONE_PARSE = threading.Lock()
 _MOST_SHOWN = 80
 # Tags of thoughts. `"<think>`, `'</think>'` and `(.*)</think>"` are parts of strings. Both branches begin with `<`, as
 # `re` is faster then.
+_THOUGHTS = ("<think>", "<thinking>", "<thought>", "<reasoning>", "<seed:think>", "[THINK]")
+_NAME = "(?:think(?:ing)?|thought|reasoning|seed:think)>"
 _THOUGHT_TAG = re.compile(
-    r"""<(?<!["'`]<)think(?:ing)?>|<(?!(?<=(["'`])<)/\w+>\1|(?<=[)*?}\]]<)/\w+>["'])(/think(?:ing)?>)"""
+    rf"""<(?<!["'`]<){_NAME}|<(?!(?<=(["'`])<)/[\w:]+>\1|(?<=[)*?}}\]]<)/[\w:]+>["'])(/{_NAME})"""
 )
 
 
@@ -31,7 +33,7 @@ def answer_of(completion: str) -> str:
     are plain text.
     """
     begin, end = 0, None
-    for tag in _THOUGHT_TAG.finditer(completion):
+    for tag in _tags(completion):
         if tag[2]:
             begin, end = tag.end(), None
         elif end is None:
@@ -39,16 +41,20 @@ def answer_of(completion: str) -> str:
     return completion[begin:end]
 
 
+def _tags(text: str) -> Iterator[re.Match[str]]:
+    # Mistral's tags are as long as the others: places stay.
+    return _THOUGHT_TAG.finditer(text.replace("[THINK]", "<think>").replace("[/THINK]", "</think>"))
+
+
 def spoken(completion: str, prompt: str) -> str:
     """Return a completion with the `<think>` with which its prompt (or its end) ends, unless it closes the thought."""
-    begins = ("<think>", "<thinking>")
-    is_open = prompt.rstrip().endswith(begins) and not thoughts_end(completion)
-    return f"<think>{completion}" if is_open and not completion.lstrip().startswith(begins) else completion
+    is_open = prompt.rstrip().endswith(_THOUGHTS) and not thoughts_end(completion)
+    return f"<think>{completion}" if is_open and not completion.lstrip().startswith(_THOUGHTS) else completion
 
 
 def thoughts_end(completion: str) -> int:
     """Return the index after the last `</think>` that is not in quotes; 0 if there is none."""
-    return max((tag.end() for tag in _THOUGHT_TAG.finditer(completion) if tag[2]), default=0)
+    return max((tag.end() for tag in _tags(completion) if tag[2]), default=0)
 
 
 def module(source: str) -> ast.Module:

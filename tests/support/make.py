@@ -46,6 +46,14 @@ def config(model: Path | str, **sections: Any) -> Config:
     return Config.model_validate({"model": {"path": str(model)}, **sections})
 
 
+def double_task(**fields: Any) -> Any:
+    """Return the coding task `double`, whose function returns twice its argument."""
+    from rayapp.tasks.coding import CodingTask
+
+    usual = {"name": "double", "func_name": "double", "signature": "def double(x):", "reference": "2 * x"}
+    return CodingTask(**usual | {"prompt": "Write double(x), which returns twice the integer x.", **fields})
+
+
 def prompt(*token_ids: int, **fields: Any) -> Prompt:
     return Prompt(**{"task": "t", "text": "", "token_ids": np.array(token_ids, np.int32), **fields})
 

@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 3179, "api": 879, "cli": 2743, "config": 3034, "core": 3191, "driver": 2638, "engine": 2054,
-    "extras": 13058, "learner": 7873, "rollout": 7370, "runs": 2249, "sandbox": 6945, "storage": 1844, "tasks": 5627,
+    "actors": 3179, "api": 879, "cli": 2743, "config": 3034, "core": 3197, "driver": 2638, "engine": 2054,
+    "extras": 13075, "learner": 7873, "rollout": 7370, "runs": 2249, "sandbox": 6945, "storage": 1844, "tasks": 5627,
     "testing": 514, "tools": 1942,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""
@@ -173,20 +173,16 @@ def test_types_and_errors_import_nothing_of_ours_and_protocols_only_them() -> No
     assert outside(own["protocols"], "rayapp.core.types", "rayapp.core.errors") == []
 
 
-def test_only_the_cluster_imports_actors() -> None:
-    assert outside(importers("actors"), "actors", "rayapp.driver.cluster") == []
-
-
-def test_only_processes_import_ray() -> None:
-    allowed = ("actors", "rayapp.driver.cluster")
-
-    assert outside(importers("ray"), *allowed) == []
-
-
-def test_only_the_engine_the_weights_sender_and_the_tool_parser_import_vllm() -> None:
-    allowed = ("rayapp.engine", "rayapp.learner.state.sender", "rayapp.rollout.agent.vllm_tool_parser")
-
-    assert outside(importers("vllm"), *allowed) == []
+@pytest.mark.parametrize(
+    ("imported", "allowed"),
+    [
+        ("actors", ["actors", "rayapp.driver.cluster"]),
+        ("ray", ["actors", "rayapp.driver.cluster"]),
+        ("vllm", ["rayapp.engine", "rayapp.learner.state.sender", "rayapp.rollout.agent.vllm_tool_parser"]),
+    ],
+)
+def test_only_few_import_processes_ray_and_vllm(imported: str, allowed: list[str]) -> None:
+    assert outside(importers(imported), *allowed) == []
 
 
 def test_the_product_imports_no_generator_and_no_test() -> None:

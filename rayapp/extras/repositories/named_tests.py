@@ -13,6 +13,7 @@ forge outcomes. Therefore code that passes runs a second time, with one wrong ex
 from __future__ import annotations
 
 import base64
+import codecs
 import importlib
 import json
 import re
@@ -34,8 +35,9 @@ _SHOWN_CHARS = 300
 _FILE_TIME_S = 1_577_836_800  # Time of all files that a run writes, in seconds since 1970.
 _LIBRARY = ".harbor/lib"
 _PATCH = ".harbor/test.patch"
+_QUOTED = r'"[ab]/(?:[^"\\]|\\.)*"'  # git quotes names with letters outside ASCII, quotes or control characters
 _TOUCHED = re.compile(
-    r"^(?:diff --git a/(?P<old>.+?) b/(?P<new>.+)|(?:\+\+\+ b|--- a)/(?P<plain>[^\t\n]+))", re.MULTILINE
+    rf"^(?:diff --git ({_QUOTED}|a/.+?) ({_QUOTED}|b/.+)|(?:\+\+\+|---) ({_QUOTED}|[ab]/[^\t\n]+))", re.MULTILINE
 )
 # Interpreters to look for in a sandbox; the first two are in SWE-bench's and R2E's images.
 PYTHONS = ("/opt/miniconda3/envs/testbed/bin/python", "/testbed/.venv/bin/python", "python3", "python")
@@ -211,8 +213,13 @@ class TestRun:
 
 
 def touched_by(patch: str) -> frozenset[str]:
-    found = _TOUCHED.finditer(patch)
-    return frozenset(path for each in found for path in each.groups() if path and path != "/dev/null")
+    return frozenset(_unquoted(path)[2:] for found in _TOUCHED.finditer(patch) for path in found.groups() if path)
+
+
+def _unquoted(path: str) -> str:
+    if not path.startswith('"'):
+        return path
+    return codecs.escape_decode(path[1:-1].encode())[0].decode(errors="replace")
 
 
 class PreparedTests:

@@ -188,6 +188,8 @@ mkdir -p {HARBOR}
 find . '(' -name .git -o -name {HARBOR} ')' -prune -o -type f -exec sha256sum {{}} + > {_SNAPSHOT} || rm -f {_SNAPSHOT}
 """
 _SETUP_TIMEOUT_S = 30.0
+# Runs of named tests that follow a pass. Code that passes each by chance is rewarded in at most 3.5% of its answers.
+_TRUE_RUNS, _WRONG_RUNS = 2, 3
 _PROCESSES = 64  # Git needs several, because it starts helper processes.
 
 
@@ -370,22 +372,26 @@ class RepositoryTask:
         if not found.valid or not found.terms["solved"] or not wrong:
             return found
         once_more = partial(judged_in_sandbox, sandboxes, self.verdict_spec, judge)
-        runs: list[Callable[[], Coroutine[Any, Any, Any]]] = [
-            once_more,
-            partial(self._passed, tests, wrong, files, sandboxes),
-        ]
+        with_wrong = partial(self._passed, tests, wrong, files, sandboxes)
+        runs: list[Callable[[], Coroutine[Any, Any, Any]]] = [once_more] * _TRUE_RUNS + [with_wrong] * _WRONG_RUNS
+        ended = await _together(runs, rng)
         again: Reward
-        again, passed = await _together(runs, rng)
-        if not again.valid or not again.terms["solved"]:
-            return again
-        if isinstance(passed, list) and passed and self.folder.solution:
+        for again in ended[:_TRUE_RUNS]:
+            if not again.valid or not again.terms["solved"]:
+                return again
+        passed = list[Sentinel]()
+        for run in ended[_TRUE_RUNS:]:
+            if isinstance(run, Reward):
+                return run
+            passed += [each for each in run if each not in passed]
+        if passed and self.folder.solution:
             solution = read_answer(await self.solve(sandboxes) or "") or {}
             also = await self._passed(tests, passed, solution, sandboxes)
-            passed = [each for each in passed if each not in also] if isinstance(also, list) else also
-        elif isinstance(passed, list) and len(passed) < len(wrong):
+            if isinstance(also, Reward):
+                return also
+            passed = [each for each in passed if each not in also]
+        elif len(passed) < len(wrong):
             return found  # a passed sentinel may also be one that no code can fail; only a solution could tell
-        if isinstance(passed, Reward):
-            return passed
         return forged(passed) if passed else found
 
     async def _passed(

@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 
-import rayapp
 from rayapp.api.arguments import load, make_job
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import giving
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.loading import load_task, load_tasks
+from support import make
 
-DOUBLE = rayapp.CodingTask(
-    name="double", prompt="Write double(x).", func_name="double", signature="def double(x):", tests=("1",),
-    reference="2 * x",
-)  # fmt: skip
+DOUBLE = make.double_task(tests=("1",))
 
 
 def test_a_file_a_mapping_and_a_config_say_the_same(tmp_path: Path) -> None:

@@ -18,11 +18,9 @@ from rayapp.core.errors import InputError, StopTraining
 from rayapp.core.names import given
 from rayapp.driver import loop
 from rayapp.tasks.loading import load_tasks
+from support import make
 
-DOUBLE = rayapp.CodingTask(
-    name="double", prompt="Write double(x).", func_name="double", signature="def double(x):", tests=("1",),
-    reference="2 * x",
-)  # fmt: skip
+DOUBLE = make.double_task(tests=("1",))
 
 
 @pytest.fixture

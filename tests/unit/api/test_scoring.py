@@ -6,12 +6,9 @@ import pytest
 
 import rayapp
 from rayapp.core.types import SandboxSpec, StopCause
-from rayapp.tasks.coding import CodingTask
+from support import make
 
-DOUBLE = CodingTask(
-    name="double", prompt="Write double(x).", func_name="double", signature="def double(x):",
-    tests=("1", "rng.randint(2, 9)"), reference="2 * x",
-)  # fmt: skip
+DOUBLE = make.double_task(tests=("1", "rng.randint(2, 9)"))
 ANSWERS = ["def double(x):\n    return x + x", " return 3 * x", "def double(x):\n    return 1 / 0"]
 
 

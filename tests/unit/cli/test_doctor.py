@@ -234,7 +234,7 @@ def test_a_judge_that_is_not_there_or_has_no_key_is_found_before_money_is_spent(
 
     assert "judge q at http://127.0.0.1:9/v1" in found.detail
     assert "judge_unreachable" in found.detail
-    assert "the environment variable NO_SUCH_KEY is not set" in without_key.detail
+    assert "q has no key: the environment variable NO_SUCH_KEY is not set" in without_key.detail
 
 
 def test_a_disk_that_the_best_checkpoints_would_fill_is_found_before_the_run(model: Path, tmp_path: Path) -> None:

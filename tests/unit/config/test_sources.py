@@ -89,25 +89,34 @@ def test_what_a_source_cannot_be_is_told_with_its_place(tmp_path: Path, changes:
     assert said in str(caught.value)
 
 
-def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sources\[1\] \(code\): sources\[0\] has the same name"):
-        load_config(write(tmp_path, CODE, CODE))
+@pytest.mark.parametrize(
+    ("sources", "sections", "said"),
+    [
+        ([CODE, CODE], {}, r"sources\[1\] \(code\): sources\[0\] has the same name"),
+        ([CODE], {"tasks": ["sort_numbers"]}, "is a short form for a run with one source"),
+        ([CODE], {"eval": {"tasks": ["a.parquet"]}}, "is a short form for a run with one source"),
+        # The punishment of length must leave the shortest source room.
+        ([CODE, ROWS], {"algorithm": {"overlong": {"buffer_tokens": 97}}},
+         r"buffer_tokens is 97, but rollout\.max_completion_tokens is 96"),
+    ],
+)  # fmt: skip
+def test_what_the_list_cannot_be_is_told(
+    tmp_path: Path, sources: list[Any], sections: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(write(tmp_path, *sources, **sections))
 
 
-@pytest.mark.parametrize("section", [{"tasks": ["sort_numbers"]}, {"eval": {"tasks": ["a.parquet"]}}])
-def test_the_short_forms_are_not_given_beside_sources(tmp_path: Path, section: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="is a short form for a run with one source"):
-        load_config(write(tmp_path, CODE, **section))
-
-
-def test_tasks_beside_data_files_are_told_to_become_two_sources() -> None:
-    with pytest.raises(ConfigError, match=r"data files \(a\.parquet, b\.parquet\).*Make two `sources`"):
-        load_config(None, ["tasks=[sort_numbers, a.parquet]", "eval.tasks=[b.parquet]"])
-
-
-def test_a_run_on_tasks_cannot_evaluate_data_files() -> None:
-    with pytest.raises(ConfigError, match=r"data files \(b\.parquet\) and other tasks \(sort_numbers\).*rayapp eval"):
-        load_config(None, ["tasks=[sort_numbers]", "eval.tasks=[b.parquet]"])
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [
+        ("[sort_numbers, a.parquet]", r"data files \(a\.parquet, b\.parquet\).*Make two `sources`"),
+        ("[sort_numbers]", r"data files \(b\.parquet\) and other tasks \(sort_numbers\).*rayapp eval"),
+    ],
+)
+def test_tasks_beside_data_files_are_told_what_to_do(tasks: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, [f"tasks={tasks}", "eval.tasks=[b.parquet]"])
 
 
 @pytest.mark.parametrize(
@@ -135,11 +144,6 @@ def test_a_run_folder_with_keys_of_an_earlier_version_is_refused(tmp_path: Path)
         RunFolderError, match=r"older version of rayapp: its key data\.train_files is now called tasks\. Con"
     ):
         check_same_training(load_config(None, ["tasks=[a.parquet]"]), stored)
-
-
-def test_a_punishment_of_length_leaves_the_shortest_source_room(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"buffer_tokens is 97, but rollout\.max_completion_tokens is 96"):
-        load_config(write(tmp_path, CODE, ROWS, algorithm={"overlong": {"buffer_tokens": 97}}))
 
 
 def test_a_run_goes_on_with_other_evaluation_of_its_sources_but_not_with_other_ratios(tmp_path: Path) -> None:

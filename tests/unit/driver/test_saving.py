@@ -238,27 +238,19 @@ async def test_a_stalled_run_whose_disk_hangs_gives_the_save_up_in_time_and_says
     assert "Check the disk of the run folder" in caplog.text
 
 
-async def test_a_run_that_is_stopped_in_the_middle_of_a_step_saves_nothing_under_a_wrong_name(
-    folder: RunFolder, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("is_in_a_step", [True, False])
+async def test_a_run_that_is_stopped_saves_what_it_has_trained_and_within_a_step_nothing_under_a_wrong_name(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture, *, is_in_a_step: bool
 ) -> None:
-    run = asyncio.create_task(run_until(until_stopped, Learners(), folder))
+    learners = Learners() if is_in_a_step else Learners(holds=3, may_end=True)
+    run = asyncio.create_task(run_until(until_stopped, learners, folder))
     await turns()
     run.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         await run
-    assert versions(folder) == []
-    assert "stopped in the middle of step 4" in caplog.text
-
-
-async def test_a_run_that_is_stopped_between_two_steps_saves_what_it_has_trained(folder: RunFolder) -> None:
-    run = asyncio.create_task(run_until(until_stopped, Learners(holds=3, may_end=True), folder))
-    await turns()
-    run.cancel()
-
-    with pytest.raises(asyncio.CancelledError):
-        await run
-    assert versions(folder) == [3]
+    assert versions(folder) == ([] if is_in_a_step else [3])
+    assert ("stopped in the middle of step 4" in caplog.text) == is_in_a_step
 
 
 async def test_a_run_that_is_stopped_while_it_waits_for_a_save_has_that_checkpoint(folder: RunFolder) -> None:

@@ -38,7 +38,6 @@ from rayapp.rollout.problem import Problem, problem_of_row, problem_of_task, pro
 from rayapp.runs.trajectories import read_groups, write_trajectories
 from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.answers import AnswerRewards
-from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.data_row import DataRow
 from rayapp.tasks.verdict import PLAIN
 from rayapp.testing.engine import ScriptedEngine
@@ -72,15 +71,7 @@ ROW = DataRow(
     ground_truth="42",
     agent_name="single_turn_agent",
 )
-TASK = CodingTask(
-    name="double",
-    prompt="Write a Python function `double(x)` that returns twice the integer x.",
-    func_name="double",
-    signature="def double(x):",
-    tests=("0", "-3", "rng.randint(100, 999)"),
-    reference="2 * x",
-    files={"notes/read.me": "twice is 2 *"},
-)
+TASK = make.double_task(tests=("0", "-3", "rng.randint(100, 999)"), files={"notes/read.me": "twice is 2 *"})
 
 
 @dataclass

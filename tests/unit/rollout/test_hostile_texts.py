@@ -24,7 +24,6 @@ from rayapp.rollout.recorder import AgentPrompt
 from rayapp.runs.source import open_source
 from rayapp.runs.trajectories import write_trajectories
 from rayapp.tasks.answers import Answer, AnswerRewards, score_answer
-from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.verdict import Weights
 from rayapp.tools.base import ToolBase, ToolOutput, ToolSchema
 from support import make
@@ -48,15 +47,7 @@ ANY_JSON = st.recursive(
     max_leaves=30,
 )
 CALLS = ANY_JSON.map(lambda text: f"<tool_call>{json.dumps({'name': 'say', 'arguments': {'text': text}})}</tool_call>")
-TASK = CodingTask(
-    name="double",
-    prompt="Write double(x).",
-    func_name="double",
-    signature="def double(x):",
-    tests=("1", "2"),
-    reference="2 * x",
-    banned_patterns=("os.system", "sum"),
-)
+TASK = make.double_task(tests=("1", "2"), banned_patterns=("os.system", "sum"))
 
 
 class Say(ToolBase):

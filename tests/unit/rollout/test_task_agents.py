@@ -25,7 +25,6 @@ from rayapp.rollout.problem import problem_of_task, prompted
 from rayapp.rollout.recorder import AgentLimits
 from rayapp.sandbox.local.provider import LocalProvider
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.loading import load_source, load_task
 from rayapp.tasks.verdict import Weights
 from rayapp.tools.base import ToolContext
@@ -34,13 +33,8 @@ from support.fake_sandboxes import FakeProvider
 from support.hermes import HermesParser, call
 from support.swe_rows import SOLVED, make_mirrors, row, write
 
-TASK = CodingTask(
-    name="double",
-    prompt="Write a Python function `double(x)` that returns twice the integer x.",
-    func_name="double",
-    signature="def double(x):",
+TASK = make.double_task(
     tests=("0", "-3", "rng.randint(100, 999)", "rng.randint(1000, 9999)"),
-    reference="2 * x",
     public_tests=("double(2) == 4", "double(3) == 6"),
 )
 BUG, FIXED = "x ** 2", "x + x"

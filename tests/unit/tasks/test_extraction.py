@@ -227,7 +227,9 @@ DRAFT = "```python\ndef f(x):\n    return 1\n```\n"
 @pytest.mark.parametrize("text", [
     "<think>{}", "<think>\n{}I don't know.", "Well.\n<think>{}", "{}</think>I can't.", "<think>{}</think>\nI can't.",
     "<think>a</think><think>{}", "<think>{}`</think>` is a tag", "<thinking>{}</thinking>No.",
-    "<think><think></think>{}</think>No.",
+    "<think><think></think>{}</think>No.", "<thought>{}", "<reasoning>{}</reasoning>No.", "[THINK]{}",
+    "[THINK]{}[/THINK]No.",
+    "<seed:think>{}</seed:think>No.",
 ])  # fmt: skip
 def test_a_draft_in_a_thought_is_no_answer(text: str) -> None:
     text = text.format(DRAFT)
@@ -256,7 +258,14 @@ def test_a_thought_that_the_prompt_closes_is_over() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["<think>hm</think>{}", "hm</think>\n{}", "{}\n<think>Is it right?", "{}It has no `<think>`."]
+    "text",
+    [
+        "<think>hm</think>{}",
+        "[THINK]hm[/THINK]{}",
+        "hm</think>\n{}",
+        "{}\n<think>Is it right?",
+        "{}It has no `<think>`.",
+    ],
 )
 def test_code_after_the_thoughts_is_the_answer(text: str) -> None:
     assert extract_code(text.format(DRAFT), "f") == "def f(x):\n    return 1\n"

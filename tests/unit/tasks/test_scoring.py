@@ -13,19 +13,10 @@ import pytest
 from rayapp.core.errors import InputError, SandboxConfigError, SandboxError, SandboxGoneError, SandboxUnavailableError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import CallReport, CallResult, ExecOutcome, ExecResult, Prompt, SandboxSpec, StopCause
-from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.text_process import MAX_TEXT_CHARS, TextProcess
+from support import make
 
-TASK = CodingTask(
-    name="double",
-    prompt="Write double(x).",
-    func_name="double",
-    signature="def double(x):",
-    tests=("1", "2", "3", "rng.randint(4, 9)"),
-    reference="2 * x",
-    banned_patterns=("sum",),
-    packages=("numpy",),
-)
+TASK = make.double_task(tests=("1", "2", "3", "rng.randint(4, 9)"), banned_patterns=("sum",), packages=("numpy",))
 GOOD = "\n    return 2 * x\n"
 
 
@@ -215,7 +206,7 @@ def test_a_prefilled_chat_ends_in_the_signature_with_no_newline_and_a_bare_one_b
     rendered = render(system="Be brief.")
 
     answer = "```python\ndef double(x):"
-    assert rendered.text == f"<system>Be brief.\n<user>Write double(x).\n<assistant>{answer}"
+    assert rendered.text == f"<system>Be brief.\n<user>{TASK.prompt}\n<assistant>{answer}"
     assert (rendered.prefill, rendered.stop) == (answer, ("```",))
     assert rendered.token_ids.dtype == np.int32
     assert rendered.token_ids.tolist() == [ord(letter) for letter in rendered.text]

@@ -418,12 +418,6 @@ async def test_the_key_is_in_no_error_no_log_and_no_file(
         assert KEY not in text
 
 
-async def test_a_key_that_is_not_set_is_told_by_the_name_of_its_variable(desk: Any) -> None:
-    with pytest.raises(ConfigError, match="quality has no key: the environment variable NO_SUCH_KEY is not set"):
-        async with desk(api_key_env="NO_SUCH_KEY"):
-            pass
-
-
 # Before anything is sampled
 
 

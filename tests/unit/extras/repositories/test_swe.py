@@ -18,7 +18,7 @@ from rayapp.config.agent import is_data_file
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.types import Reward
+from rayapp.core.types import Reward, SandboxSpec
 from rayapp.extras.audit.checks import audit
 from rayapp.extras.audit.subjects import task_subject
 from rayapp.extras.repositories.named_tests import PreparedTests, TestRun, touched_by
@@ -27,7 +27,7 @@ from rayapp.sandbox.pool.build import open_pool
 from rayapp.tasks.loading import load_source
 from support import make
 from support.images import MachineImages
-from support.swe_rows import SOLVED, STATS, image_with_repository, make_mirrors, row, write
+from support.swe_rows import SOLVED, STATS, git, image_with_repository, make_mirrors, row, write
 
 real = pytest.mark.asyncio(loop_scope="module")
 CHEATS = yaml.safe_load((Path(__file__).parents[3] / "adversarial" / "agents.yaml").read_text())
@@ -159,6 +159,23 @@ async def test_code_cannot_tell_a_run_with_sentinels(
 
     assert forged.value == 0.0, forged
     assert told_by != "always" or forged.status == "forged"
+
+
+@real
+async def test_a_pass_is_tried_in_so_many_runs_that_code_with_luck_is_hardly_paid(
+    sandboxes: SandboxSource, task: RepositoryTask
+) -> None:
+    leases = list[SandboxSpec]()
+
+    class Counted:
+        def lease(self, spec: SandboxSpec, *, timeout_s: float) -> Any:
+            leases.append(spec)
+            return sandboxes.lease(spec, timeout_s=timeout_s)
+
+    counted: Any = Counted()
+    assert (await score(task, await task.solve(sandboxes) or "", counted)).value == 1.0
+    # The first run, then true ones and those with sentinels, which code tells apart by nothing but luck.
+    assert len(leases) == 6
 
 
 def test_a_path_has_one_spelling() -> None:
@@ -315,6 +332,16 @@ def test_the_files_of_a_diff_are_found() -> None:
     diff = "diff --git a/x/old.py b/x/new.py\nrename from x/old.py\n--- /dev/null\n+++ b/plain.py\t2024\n"
 
     assert touched_by(diff) == {"x/old.py", "x/new.py", "plain.py"}
+
+
+@pytest.mark.parametrize("name", ["dätä.json", 'a "quote".py', "tab\there.py", "back\\slash.py", "日本/t.py", "a b.py"])
+def test_a_file_of_a_diff_is_found_whatever_letters_its_name_has(tmp_path: Path, name: str) -> None:
+    git(tmp_path, "init", "-q")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("1\n")
+    git(tmp_path, "add", "-A")
+
+    assert touched_by(git(tmp_path, "diff", "--cached") + "\n") == {name}
 
 
 OFFLINE = "import socket\n\n\ndef test_it():\n    socket.getaddrinfo('a.b', 1)\n"

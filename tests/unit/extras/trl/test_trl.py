@@ -253,10 +253,6 @@ def test_the_script_of_the_page_runs_before_and_after_with_trls_own_class(tmp_pa
     assert (config.learner.optimizer.lr, config.learner.optimizer.schedule) == (2e-5, "linear")
     assert (config.cluster.num_gpus, config.cluster.placement) == (1, "colocated")
     assert "learning_rate = 2e-05: learner.optimizer.lr" in done.stderr
-    server = {"use_vllm": True, "vllm_mode": "server", "vllm_tensor_parallel_size": 2}
-    servers = translated(tmp_path, server, num_gpus=6).config
-    assert (servers.cluster.num_gpus, servers.cluster.placement, servers.learner.num_learners) == (8, "split", 6)
-    assert (servers.server.num_servers, servers.server.tensor_parallel_size) == (1, 2)
 
 
 def test_columns_with_pictures_become_verls_and_stay_out_of_the_rewards_arguments(tmp_path: Path) -> None:

@@ -97,27 +97,73 @@ def test_there_is_nothing_to_write_out_so_it_is_done_at_once(machine: str, name:
     assert named(rules.standing(machine), machine, name) == DONE
 
 
-def test_files_are_locked_for_oneself_only_and_neither_watched_nor_leased(machine: str) -> None:
-    set_lock, lease, notify, pipe_size, open_file_lock = 6, 1024, 1026, 1031, 37
+CLOSE_ON_EXEC, THREAD, NEW_USER, SIGCHLD = 0o2000000, 0x00010000, 0x10000000, 17
+STREAM, DATAGRAM, RAW, PACKETS = 1, 2, 3, 5
+UNIX, INET, INET6, TCP, MPTCP = 1, 2, 10, 6, 262
+OF_ALL = 0xFFFFFFFFFFFFFFFF
+HELD_OPTIONS = [(3, 6, 31), (3, 6, 30), (3, 6, 35), (3, 1, 60), (3, 1, 26), (3, 0, 1), (3, 41, 26), (3, 1, 1)]
+"""Options of sockets that change more than a client's own connection."""
+Calls = list[tuple[int, ...]]
+RULES: list[tuple[str, str, str, Calls, Calls]] = [
+    ("files are locked for oneself only, and neither watched nor leased", "standing", "fcntl",
+     [(0, 6)], [(0, 1024), (0, 1026), (0, 1031), (0, 37)]),
+    ("code neither makes itself dumpable nor keeps others off the twin of its core", "closing", "prctl",
+     [(15,)], [(4,), (62,)]),
+    ("limits of others are out of reach", "standing", "prlimit64 sched_setaffinity sched_setscheduler sched_setattr",
+     [(0,)], [(1,), (4242,)]),
+    ("priorities of others are out of reach", "standing", "setpriority", [(0, 0, 5)], [(0, 1), (1, 0), (2, 0)]),
+    ("the buffers of a pair of sockets keep their size", "standing", "setsockopt",
+     [(3, 1, 20), (3, 6, 7)], [(3, 1, 7), (3, 1, 8), (3, 1, 32), (3, 1, 33)]),
+    ("a pair of sockets is a stream or packets, but never datagrams", "standing", "socketpair",
+     [(UNIX, STREAM), (UNIX, STREAM | CLOSE_ON_EXEC), (UNIX, PACKETS)],
+     [(UNIX, DATAGRAM), (UNIX, RAW), (INET, STREAM)]),
+    ("what is sent has no address", "standing", "sendto", [(3, 0, 0, 0, 0)], [(3, 0, 0, 0, 1), (3, 0, 0, 0, 1 << 40)]),
+    ("with a loopback, sockets are of TCP", "loopback", "socket",
+     [(INET, kind, protocol) for kind in (STREAM, STREAM | CLOSE_ON_EXEC) for protocol in (0, TCP)],
+     [(INET6, STREAM, 0), (INET, DATAGRAM, 0), (INET, STREAM, MPTCP), (UNIX, STREAM, 0), (INET, RAW, TCP)]),
+    ("with a loopback, code is a client", "loopback", "connect", [(3,)], []),
+    ("with a loopback, code is no server", "loopback", "bind listen accept accept4", [], [(3,)]),
+    ("with a loopback, a client sets its own options", "loopback", "setsockopt",
+     [(3, 1, 9), (3, 6, 1), (3, 1, 4)], [(3, 1, 7), (3, 1, 8), *HELD_OPTIONS]),
+    ("with a loopback, a client reads its own options", "loopback", "getsockopt",
+     [(3, 1, 7), (3, 1, 8), (3, 1, 9), (3, 6, 1), (3, 1, 4)], HELD_OPTIONS),
+    ("with a loopback, no interface is asked for or changed", "loopback", "ioctl",
+     [(3, 0x5421), (3, 0x5401)], [(3, 0x8912), (3, 0x8946), (3, 0x89FF), (3, 0x5412)]),
+    ("with a loopback, what is sent has no address", "loopback", "sendto", [], [(3, 0, 0, 0, 1)]),
+    ("no signals by way of files", "standing", "fcntl", [(0, 1)], [(0, 8), (0, 10), (0, 15)]),
+    ("no signals by way of terminals", "standing", "ioctl", [(0, 0x5401)], [(0, 0x5412), (0, 0x8901)]),
+    ("threads and processes, but no new namespaces", "closing", "clone",
+     [(SIGCHLD,), (THREAD,)], [(THREAD | NEW_USER,), (NEW_USER,)]),
+    ("without a pid namespace, threads only", "alone", "clone", [(THREAD,)], [(THREAD | NEW_USER,)]),
+    ("without a pid namespace, signals only to oneself", "alone", "kill tgkill rt_sigqueueinfo",
+     [(77, 9)], [(1, 9), (78, 9)]),
+    ("without a pid namespace, no signal to all processes", "alone", "kill", [], [(OF_ALL, 9)]),
+    ("without a pid namespace, no signal to a thread of any process", "alone", "tkill", [], [(77, 9)]),
+]  # fmt: skip
+"""Reason, filter, names of system calls, arguments that are allowed, arguments that are refused."""
 
-    found = [
-        named(rules.standing(machine), machine, "fcntl", 0, what)
-        for what in (set_lock, lease, notify, pipe_size, open_file_lock)
-    ]
 
-    assert found == [ALLOWED, *["EPERM"] * 4]
+@pytest.mark.parametrize(
+    ("filtered", "names", "allowed", "refused"), [pytest.param(*rule[1:], id=rule[0]) for rule in RULES]
+)
+def test_a_call_is_allowed_or_refused_by_its_arguments(
+    machine: str, filtered: str, names: str, allowed: Calls, refused: Calls
+) -> None:
+    code = {
+        "standing": rules.standing(machine),
+        "loopback": rules.standing(machine, has_loopback=True),
+        "closing": rules.closing(machine=machine),
+        "alone": rules.closing(own_pid=77, machine=machine),
+    }[filtered]
+
+    for name in names.split():
+        assert [named(code, machine, name, *args) for args in allowed] == [ALLOWED] * len(allowed), name
+        assert [named(code, machine, name, *args) for args in refused] == ["EPERM"] * len(refused), name
 
 
-def test_code_can_not_make_itself_dumpable_or_keep_others_off_the_twin_of_its_core(machine: str) -> None:
-    dumpable, name, core_scheduling = 4, 15, 62
-
-    code = rules.closing(machine=machine)
-
-    assert [named(code, machine, "prctl", option) for option in (dumpable, name, core_scheduling)] == [
-        "EPERM",
-        ALLOWED,
-        "EPERM",
-    ]
+def test_new_processes_are_not_there_where_programs_must_look_for_another_way(machine: str) -> None:
+    assert named(rules.standing(machine), machine, "clone3") == "ENOSYS"
+    assert named(rules.closing(own_pid=77, machine=machine), machine, "clone", SIGCHLD) == "EAGAIN"
 
 
 def test_calls_newer_than_the_table_do_not_exist(machine: str) -> None:
@@ -131,96 +177,6 @@ def test_calls_of_another_architecture_kill(machine: str) -> None:
     assert verdict(rules.standing(machine), other, 0) == KILLED
     assert _run(rules.standing(machine), struct.pack("<IIQ6Q", 1, 0x40000003, *[0] * 7)) == 0x80000000  # i386
     assert verdict(rules.standing(machine), machine, 0x40000000 + 41) == KILLED  # the x32 twin of socket
-
-
-def test_limits_and_priorities_of_others_are_out_of_reach(machine: str) -> None:
-    code = rules.standing(machine)
-
-    for name in ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setattr"):
-        assert [named(code, machine, name, pid) for pid in (0, 1, 4242)] == [ALLOWED, "EPERM", "EPERM"]
-    assert named(code, machine, "setpriority", 0, 0, 5) == ALLOWED
-    assert [named(code, machine, "setpriority", which, who) for which, who in ((0, 1), (1, 0), (2, 0))] == ["EPERM"] * 3
-
-
-def test_the_buffers_of_a_pair_of_sockets_keep_their_size(machine: str) -> None:
-    options = (1, 7), (1, 8), (1, 32), (1, 33), (1, 20), (6, 7)
-
-    found = [named(rules.standing(machine), machine, "setsockopt", 3, *option) for option in options]
-
-    assert found == [*["EPERM"] * 4, ALLOWED, ALLOWED]
-
-
-def test_a_pair_of_sockets_is_a_stream_or_packets_but_never_datagrams(machine: str) -> None:
-    stream, datagram, raw, packets, close_on_exec = 1, 2, 3, 5, 0o2000000
-    kinds = (stream, stream | close_on_exec, packets, datagram, raw)
-
-    found = [named(rules.standing(machine), machine, "socketpair", 1, kind) for kind in kinds]
-
-    assert found == [ALLOWED, ALLOWED, ALLOWED, "EPERM", "EPERM"]
-    assert named(rules.standing(machine), machine, "socketpair", 2, stream) == "EPERM"
-    assert named(rules.standing(machine), machine, "sendto", 3, 0, 0, 0, 0) == ALLOWED
-    assert [named(rules.standing(machine), machine, "sendto", 3, 0, 0, 0, to) for to in (1, 1 << 40)] == ["EPERM"] * 2
-
-
-def test_with_a_loopback_clients_of_tcp_are_made_and_nothing_else(machine: str) -> None:
-    code = rules.standing(machine, has_loopback=True)
-    inet, inet6, stream, datagram, tcp, mptcp, close_on_exec = 2, 10, 1, 2, 6, 262, 0o2000000
-
-    def say(name: str, *args: int) -> str:
-        return named(code, machine, name, *args)
-
-    assert [say("socket", inet, kind, proto) for kind in (stream, stream | close_on_exec) for proto in (0, tcp)] == (
-        [ALLOWED] * 4
-    )
-    for refused in ((inet6, stream, 0), (inet, datagram, 0), (inet, stream, mptcp), (1, stream, 0), (inet, 3, tcp)):
-        assert say("socket", *refused) == "EPERM"
-    assert say("connect", 3) == ALLOWED
-    assert [say(name, 3) for name in ("bind", "listen", "accept", "accept4")] == ["EPERM"] * 4
-    assert [(say("setsockopt", 3, 1, size), say("getsockopt", 3, 1, size)) for size in (7, 8)] == [
-        ("EPERM", ALLOWED)
-    ] * 2
-    for name in ("setsockopt", "getsockopt"):
-        assert [say(name, 3, *option) for option in ((1, 9), (6, 1), (1, 4))] == [ALLOWED] * 3
-        for level, option in ((6, 31), (6, 30), (6, 35), (1, 60), (1, 26), (0, 1), (41, 26), (1, 1)):
-            assert say(name, 3, level, option) == "EPERM"
-    assert [say("ioctl", 3, what) for what in (0x5421, 0x5401)] == [ALLOWED] * 2
-    assert [say("ioctl", 3, what) for what in (0x8912, 0x8946, 0x89FF, 0x5412)] == ["EPERM"] * 4
-    assert say("sendto", 3, 0, 0, 0, 1) == "EPERM"
-
-
-def test_signals_can_not_be_sent_by_way_of_files_or_terminals(machine: str) -> None:
-    code = rules.standing(machine)
-
-    assert [named(code, machine, "fcntl", 0, command) for command in (1, 8, 10, 15)] == [ALLOWED, *["EPERM"] * 3]
-    assert [named(code, machine, "ioctl", 0, what) for what in (0x5401, 0x5412, 0x8901)] == [ALLOWED, "EPERM", "EPERM"]
-
-
-def test_new_namespaces_are_refused_and_threads_and_processes_are_not(machine: str) -> None:
-    thread, new_user, sigchld = 0x00010000, 0x10000000, 17
-    code = rules.closing(machine=machine)
-
-    assert [named(code, machine, "clone", flags) for flags in (sigchld, thread, thread | new_user, new_user)] == [
-        ALLOWED,
-        ALLOWED,
-        "EPERM",
-        "EPERM",
-    ]
-    assert named(rules.standing(machine), machine, "clone3") == "ENOSYS"
-
-
-def test_without_a_pid_namespace_there_are_threads_only_and_signals_only_to_oneself(machine: str) -> None:
-    thread, new_user, sigchld = 0x00010000, 0x10000000, 17
-    code = rules.closing(own_pid=77, machine=machine)
-
-    assert [named(code, machine, "clone", flags) for flags in (sigchld, thread, thread | new_user)] == [
-        "EAGAIN",
-        ALLOWED,
-        "EPERM",
-    ]
-    for name in ("kill", "tgkill", "rt_sigqueueinfo"):
-        assert [named(code, machine, name, pid, 9) for pid in (77, 1, 78)] == [ALLOWED, "EPERM", "EPERM"]
-    assert named(code, machine, "kill", 0xFFFFFFFFFFFFFFFF, 9) == "EPERM"  # all processes
-    assert named(code, machine, "tkill", 77, 9) == "EPERM"
 
 
 def test_the_first_process_of_a_pid_namespace_can_kill_itself(machine: str) -> None:
