@@ -74,9 +74,6 @@ async def _poll(config: Config, need: int, timeout_s: float) -> None:
         await asyncio.sleep(min(POLL_S, deadline - now))
 
 
-PROBE_TIMEOUT_S = 60.0
-
-
 def resources_of(bundle: Bundle) -> dict[str, float]:
     roles = ["learner"] * len(bundle.learners)
     roles += ["vllm-server"] * (bundle.server is not None) + ["model-server"] * bool(bundle.model_server)
@@ -96,6 +93,7 @@ class Placement:
     bundles: list[Bundle]
     gpu_ids: dict[int, str]
     places: Sequence[int]  # index that Ray gives to each of `bundles`
+    timeout_s: float  # for a task in a bundle, whose node may have to build the job's environment first
 
     @classmethod
     async def reserve(
@@ -116,7 +114,9 @@ class Placement:
             await answer(group.ready(), timeout_s=timeout_s, what="placement group")
             places = by_node(bundles, _nodes_of(group))
             shared = [bundle for bundle in bundles if bundle.server is not None and bundle.learners]
-            ids = await asyncio.gather(*(_gpu_ids(group, places[bundles.index(bundle)], bundle) for bundle in shared))
+            ids = await asyncio.gather(
+                *(_gpu_ids(group, places[bundles.index(bundle)], bundle, timeout_s) for bundle in shared)
+            )
         except TimeoutError:
             remove_placement_group(group)
             raise ConfigError(_refusal(bundles, timeout_s)) from None
@@ -124,7 +124,7 @@ class Placement:
             remove_placement_group(group)
             raise
         gpu_ids = {bundles.index(bundle): found for bundle, found in zip(shared, ids, strict=True)}
-        return cls(group, bundles, gpu_ids, places)
+        return cls(group, bundles, gpu_ids, places, timeout_s)
 
     @property
     def shares_gpus(self) -> bool:
@@ -149,7 +149,7 @@ class Placement:
     async def address_of_learner(self, rank: int) -> tuple[str, int]:
         strategy = self.learner(rank).strategy
         probe = ray.remote(free_address).options(num_cpus=0, scheduling_strategy=strategy, name="free port")
-        found: tuple[str, int] = await answer(probe.remote(), timeout_s=PROBE_TIMEOUT_S, what="free port")
+        found: tuple[str, int] = await answer(probe.remote(), timeout_s=self.timeout_s, what="free port")
         return found
 
     def _strategy(self, position: int) -> PlacementGroupSchedulingStrategy:
@@ -185,12 +185,12 @@ def _nodes_of(group: PlacementGroup) -> list[str]:
     return [nodes[index] for index in sorted(nodes)]
 
 
-async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle) -> str:
+async def _gpu_ids(group: PlacementGroup, position: int, bundle: Bundle, timeout_s: float) -> str:
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=position)
     probe = ray.remote(_visible).options(
         num_gpus=bundle.num_gpus, num_cpus=0, scheduling_strategy=strategy, name="which GPUs"
     )
-    ids: str = await answer(probe.remote(), timeout_s=PROBE_TIMEOUT_S, what="which GPUs")
+    ids: str = await answer(probe.remote(), timeout_s=timeout_s, what="which GPUs")
     return ids
 
 

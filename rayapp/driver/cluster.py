@@ -65,6 +65,7 @@ from rayapp.engine.weights.sync import (
     transfer_plan,
 )
 from rayapp.rollout.container_images import ImagePlacement, PromptImages
+from rayapp.storage.models.adapters import without_learners
 
 __all__ = [
     "Cluster",
@@ -223,6 +224,7 @@ async def open_cluster(
     when the run has its GPUs, before any process loads a model. `report` gets a line for each event. `stand_ins` are
     for tests and benchmarks. ConfigError: Ray can't be reached, or has too few GPUs.
     """
+    config = config if with_learners else without_learners(config)
     async with _session(config, report, stand_ins) as (session, started):
         cluster = await _start(
             config, started, session, with_learners=with_learners, report=report, on_lease=on_lease, images=images

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from rayapp.engine.vllm_arguments import NF4
 from rayapp.engine.vllm_worker import WeightUpdateExtension
+from rayapp.storage.models.adapters import beneath, merged_adapter
 from rayapp.storage.models.nf4 import rounded
 
 
@@ -28,8 +29,10 @@ class Nf4Loader(DefaultModelLoader):  # type: ignore[misc]
 
     def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the files' tensors by the hub's names, rounded on the device that computes."""
+        adapter = merged_adapter(model_config.model)
         for name, tensor in super().get_all_weights(model_config, model):
-            yield name, rounded(name, tensor.to(current_platform.device_type)).to(tensor)
+            weight = beneath(adapter, name, tensor.to(current_platform.device_type))
+            yield name, rounded(name, weight).to(tensor)
 
 
 class RoundedWeightsExtension(WeightUpdateExtension):

@@ -45,6 +45,7 @@ from rayapp.engine.vllm_output import (
     TokenVersions,
     last_output,
     plain_error,
+    text_of,
     vllm_sampling_params,
     way_out,
     whole_completion,
@@ -75,6 +76,7 @@ class VllmEngine:
         self._is_asleep = False
         self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner  # the second model runner
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
+        self._tokenizer = getattr(engine.get_tokenizer(), "_tokenizer", None)  # None if it is not one of `tokenizers`
         self._placeholder: int | None = getattr(engine.model_config.hf_config, "image_token_id", None)
         self._adapter: Any = None  # the policy's LoRARequest, once an adapter is loaded
         self._cohorts = Cohorts(self._start_cohort, patience_s=patience_s)
@@ -163,9 +165,15 @@ class VllmEngine:
         generate_s = time.monotonic() - admitted
         waited_s, num_routed = admitted - started, self._num_routed(request, len(output.token_ids))
         whole = whole_completion(request_id, output, spans, self.policy_version, waited_s, generate_s, num_routed)
+        if not self._vllm_writes_text(request.sampling):
+            spoken_ids = output.token_ids[:-1] if output.finish_reason == "stop" else output.token_ids
+            whole = replace(whole, text=text_of(self._tokenizer, request.prompt_ids, spoken_ids))
         if not (request.sampling.wants_allowed and request.sampling.structured_outputs):
             return whole
         return replace(whole, allowed=await self._forms.allowed(request_id, request.sampling, whole.token_ids))
+
+    def _vllm_writes_text(self, sampling: SamplingParams) -> bool:
+        return bool(sampling.stop) or self._tokenizer is None
 
     def _num_routed(self, request: Request, num_sampled: int) -> int | None:
         """Return the tokens whose experts vLLM must return, if the completion is trained on."""
@@ -219,7 +227,8 @@ class VllmEngine:
         salt = {"cache_salt": f"{purpose} {self.policy_version}"}
         try:
             prompt = engine_prompt(request.prompt_ids, request.sampling, request.pictures, self._placeholder) | salt
-            params = vllm_sampling_params(request.sampling, with_seed=self._seeds_requests)
+            with_text = self._vllm_writes_text(request.sampling)
+            params = vllm_sampling_params(request.sampling, with_seed=self._seeds_requests, with_text=with_text)
             queue = await self._engine.add_request(str(request.request_id), prompt, params, lora_request=self._adapter)
             self._versions.begin(queue.request_id)
             return queue

@@ -66,6 +66,7 @@ from rayapp.learner.sequence import (
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.packed import pack_linears
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
+from rayapp.storage.models.adapters import keeps_adapter
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -215,8 +216,8 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
         split_experts(causal_lm, mesh[EXPERT_RANKS])
     shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
     _give_memory(model, torch.device(mesh.device_type), on_host=section.cpu_offload)
-    load_pretrained(causal_lm, config.model.path)
-    start_adapters(causal_lm, config.run.seed)
+    files = load_pretrained(causal_lm, config.model)
+    start_adapters(causal_lm, config.run.seed, section.lora, files.adapter)
     return model
 
 
@@ -233,9 +234,11 @@ def policy_of(causal_lm: Any, section: ModelSection, learner: LearnerSection, *,
         training_mode(causal_lm)
     if trainable and learner.router_replay:
         model.replay = RouterReplay(causal_lm)
-    if trainable and learner.lora.rank > 0:
+    if learner.lora.rank > 0 and (trainable or keeps_adapter(section)):
         with torch.device("meta"):
             add_adapters(causal_lm, learner.lora)
+        if not trainable:
+            model.requires_grad_(False)
     if section.quantization == "nf4":
         pack_linears(causal_lm)
     for parameter in model.parameters():

@@ -24,6 +24,8 @@ from rayapp.storage.base import hash_bytes
 
 MAX_BYTES = 20 << 20  # of an encoded picture
 MAX_PIXELS = 1 << 25  # of a picture: 33 million, e.g. 8192 x 4096
+MOST_PIXELS = 1 << 27  # of the pictures that a prompt or a turn adds: 400 MB as RGB in the model server
+MAX_RATIO = 200  # of a picture's sides: processors refuse longer strips, or take half a minute
 MOST_PICTURES = 128  # of a prompt, and of the later turns of a trajectory
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 IMAGE_PART = {"type": "image"}  # part of a message's content where a chat template writes its placeholder
@@ -37,8 +39,8 @@ def check_bytes(encoded: bytes) -> bytes:
 
 
 def sizes_of(pictures: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Return width and height of each picture, after decoding it. Raises ValueError or OSError: one is damaged, or has
-    too many pixels."""
+    """Return width and height of each picture, after decoding it. Raises ValueError or OSError: one is damaged, has too
+    many pixels, or is too long a strip."""
     from PIL import Image
 
     sizes = list[tuple[int, int]]()
@@ -47,6 +49,8 @@ def sizes_of(pictures: Sequence[bytes]) -> list[tuple[int, int]]:
             width, height = picture.size
             if width * height > MAX_PIXELS:
                 raise ValueError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
+            if max(width, height) > MAX_RATIO * min(width, height):
+                raise ValueError(f"it has {width} x {height} pixels: one side is over {MAX_RATIO} times the other")
             picture.load()
         sizes.append((width, height))
     return sizes

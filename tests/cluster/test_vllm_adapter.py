@@ -21,6 +21,8 @@ from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.learner.shares import Share
+from rayapp.runs.layout import EXPORTED
+from rayapp.storage.models.adapters import without_learners
 from support import make
 from support.family_trial import rounded_copy
 from support.learners import MAX_LOG_PROB_DIFFERENCE
@@ -110,14 +112,9 @@ async def _refuses_what_has_no_place(server: VllmServer, buckets: list[WeightBuc
         await server.load_weights(9, references([torn, *buckets[1:]]))
 
 
-@pytest.mark.long
-def test_plain_vllm_computes_the_learners_log_probs_from_the_final_folder_of_4_bits_and_from_its_adapter(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    config = with_values(
-        make_config(tiny_model, "nf4"), learner={"compute_dtype": "float32"}, checkpoint={"final_dtype": "float32"}
-    )
-    learner, group, final = Learner(config, 0, 1, "", 0), group_of((1.0, 0.0)), tmp_path / "final"
+def trained_final(config: Config, final: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Train a step and export. Return the learner's log-probs of TOKENS's response before and after it."""
+    learner, group = Learner(config, 0, 1, "", 0), group_of((1.0, 0.0))
     try:
         before = learner.log_probs_of(group)[0]
         learner.train_step(1, (summarize_group(group, time_total_s=0.0),), ((Share(0),),), group)
@@ -125,6 +122,41 @@ def test_plain_vllm_computes_the_learners_log_probs_from_the_final_folder_of_4_b
         learner.export_hf(str(final))
     finally:
         learner.close()
+    (final / EXPORTED).touch()
+    return before, trained
+
+
+async def test_a_run_in_4_bits_goes_on_from_another_ones_final_folder_with_its_adapter(
+    tiny_model: Path, tmp_path: Path, references: References
+) -> None:
+    config, final = make_config(tiny_model, "nf4"), tmp_path / "final"
+    before, trained = trained_final(config, final)
+    later = make_config(final, "nf4")
+    [(buckets, found)] = after_each_step(later, 0)
+    assert np.abs(before - trained).max() > 4 * MAX_LOG_PROB_DIFFERENCE
+    assert np.abs(found - trained).max() < MAX_LOG_PROB_DIFFERENCE
+
+    for config, sent in ((later, buckets), (without_learners(later), None)):
+        server = VllmServer(config, 0)
+        try:
+            await server.start()
+            if sent is not None:
+                await server.load_weights(0, references(sent))
+            found = (await server.prompt_log_probs([TOKENS]))[0][3:]
+            assert np.abs(found - trained).max() < MAX_LOG_PROB_DIFFERENCE
+        finally:
+            await server.close()
+
+
+@pytest.mark.long
+def test_plain_vllm_computes_the_learners_log_probs_from_the_final_folder_of_4_bits_and_from_its_adapter(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = with_values(
+        make_config(tiny_model, "nf4"), learner={"compute_dtype": "float32"}, checkpoint={"final_dtype": "float32"}
+    )
+    final = tmp_path / "final"
+    before, trained = trained_final(config, final)
 
     base = rounded_copy(tiny_model, tmp_path / "rounded")
     arguments = [str(final), str(base), str(final / "adapter"), json.dumps(TOKENS)]

@@ -124,3 +124,16 @@ def test_each_loss_is_counted_and_one_line_on_the_console(battered: Battered) ->
     for name in kills.values():
         lost = "lost the learners" if name.startswith("learner") else f"lost {name}"
         assert sum(lost in line for line in output.splitlines()) == 1, output
+
+
+def test_every_rank_of_every_server_held_the_learners_weights_in_each_step(battered: Battered) -> None:
+    from safetensors import safe_open
+
+    folder, output, _, kills = battered
+    with safe_open(folder / "final" / "model.safetensors", "pt") as file:
+        num_tensors = len(file.keys())
+    for record in records(folder):
+        # Of the rank with the fewest; 0 where the only server is lost in the sync: its successor loads them.
+        is_lost = kills.get(record["step"] - 1) == "vllm-server-0"
+        assert record["weight_sync/tensors_loaded"] in ((0, num_tensors) if is_lost else (num_tensors,)), output
+        assert record.get("rollout_probs_diff/max", 0.0) < 1e-3, output

@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 3179, "api": 879, "cli": 2743, "config": 3034, "core": 3191, "driver": 2636, "engine": 2027,
-    "extras": 13029, "learner": 7829, "rollout": 7370, "runs": 2249, "sandbox": 6945, "storage": 1782, "tasks": 5580,
+    "actors": 3179, "api": 879, "cli": 2743, "config": 3034, "core": 3191, "driver": 2638, "engine": 2054,
+    "extras": 13058, "learner": 7873, "rollout": 7370, "runs": 2249, "sandbox": 6945, "storage": 1844, "tasks": 5627,
     "testing": 514, "tools": 1942,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""

@@ -29,8 +29,9 @@ from rayapp.core.files import readable_as_its_folder
 from rayapp.learner.families.pictures import freeze_tower, frozen_tower
 from rayapp.learner.family import persistent_buffers
 from rayapp.learner.policy import DTYPES, build_causal_lm
-from rayapp.learner.state.lora import ADAPTER, BASE, PEFT_PREFIX, add_adapters, merged_weight
+from rayapp.learner.state.lora import ADAPTER, BASE, add_adapters, merged_weight
 from rayapp.learner.state.pretrained import WeightFiles, groups_of, hub_tensors, read_whole, sources_of, tensors_of
+from rayapp.storage.models.adapters import PEFT_PREFIX
 from rayapp.storage.models.nf4 import is_packed, rounded, shape_of
 
 FILE_BYTES = 5 * 10**9  # only a single larger group of tensors exceeds it
@@ -184,7 +185,7 @@ def checkpoint_to_hf(config: Config, learner_folder: Path, out: Path) -> None:
         freeze_tower(causal_lm)
     kept = {name for name, _ in causal_lm.named_parameters() if config.learner.lora.rank == 0 or ADAPTER in name}
     trained = kept - frozen_tower(causal_lm)
-    files = WeightFiles(config.model.path)
+    files = WeightFiles(config.model)
     sources = sources_of(causal_lm, files, tensors_of(causal_lm))
     layout = hf_layout(config.model, causal_lm, torch.float32)
     try:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from rayapp.config.learner import LoraSection
 from rayapp.core.errors import InputError
 from rayapp.learner.distributed import whole
+from rayapp.storage.models.adapters import PEFT_PREFIX
 from rayapp.storage.models.nf4 import plain
 
 ADAPTER, BASE = ".lora_", ".base_layer"
 ROUTERS = {"gate", "router"}
 # Weights that are read without calling the layer: routers, and Gemma 3n's coefficients.
 READ_PAST = ROUTERS | {"prediction_coefs", "correction_coefs"}
-PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(causal_lm: nn.Module, section: LoraSection) -> None:

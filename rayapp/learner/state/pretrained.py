@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rayapp.config.learner import LoraSection
+from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError
 from rayapp.learner.distributed import local_part
 from rayapp.learner.family import persistent_buffers
-from rayapp.learner.state.lora import ADAPTER, BASE
+from rayapp.learner.state.lora import ADAPTER, BASE, peft_name
+from rayapp.storage.models.adapters import beneath, merged_adapter
 from rayapp.storage.models.nf4 import pack, shape_of
 
 
@@ -83,22 +87,39 @@ log = logging.getLogger(__name__)
 
 
 class WeightFiles(Mapping[str, Any]):
-    """Lazy mapping to tensors of a folder or of the hub: `[name]` reads nothing, `[name][3:5]` two rows."""
+    """Lazy mapping to tensors of a folder or of the hub: `[name]` reads nothing, `[name][3:5]` two rows. Weights that
+    are to be rounded come without the adapter that is merged into them."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, model: ModelSection) -> None:
+        path = model.path
+        self.adapter = merged_adapter(path) if model.quantization != "none" else {}
         try:
             self._tensors = {name: tensor for file in _files(path) for name, tensor in _opened(file)}
         except Exception as error:  # the hub's client, safetensors and torch may raise anything
             raise InputError(f"model.path {path!r} can't be loaded: {error}") from error
 
     def __getitem__(self, name: str) -> Any:
-        return self._tensors[name]
+        return _Beneath(self._tensors[name], name, self.adapter) if self.adapter else self._tensors[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beneath:
+    tensor: Any
+    name: str
+    adapter: Mapping[str, Tensor]
+
+    def get_shape(self) -> list[int]:
+        return list(_shape(self.tensor))
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        found: Tensor = beneath(self.adapter, self.name, self.tensor[rows], rows)
+        return found
 
 
 def _files(path: str) -> list[str]:
@@ -125,10 +146,10 @@ def _opened(file: str) -> Iterator[tuple[str, Any]]:
         yield name, opened.get_slice(name)
 
 
-def load_pretrained(causal_lm: Any, path: str) -> None:
+def load_pretrained(causal_lm: Any, model: ModelSection) -> WeightFiles:
     """Fill this rank's part of every parameter except adapters, and all persistent buffers. Of a tied pair in the files
     the embedding's is used, as in vLLM."""
-    files, targets = WeightFiles(path), tensors_of(causal_lm)
+    path, files, targets = model.path, WeightFiles(model), tensors_of(causal_lm)
     num_read, filled = 0, set[int]()
     for first, source in sources_of(causal_lm, files, targets).items():
         for name, rows in _read(causal_lm, first, source, files, targets):
@@ -143,6 +164,7 @@ def load_pretrained(causal_lm: Any, path: str) -> None:
         )
     num_weights = sum(shape_of(tensor).numel() for tensor in causal_lm.parameters())
     log.info("read %.1f million weights, of %.1f million", num_read / 1e6, num_weights / 1e6)
+    return files
 
 
 def _fill(target: Tensor, rows: Tensor) -> None:
@@ -220,11 +242,29 @@ def own_rows(tensor: Tensor) -> Any:
     return slice(offset[0], offset[0] + shape[0])
 
 
-def start_adapters(causal_lm: nn.Module, seed: int) -> None:
-    """Initialize adapters as peft does, with the same values for any number of ranks."""
+def start_adapters(
+    causal_lm: nn.Module, seed: int, lora: LoraSection, earlier: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
+    """Initialize adapters as peft does, with the same values for any number of ranks; or as an `earlier` run left them.
+
+    Raises:
+        InputError: the earlier adapters are those of other layers or have another rank.
+    """
+    mine = {peft_name(name): tuple(p.shape) for name, p in causal_lm.named_parameters() if ADAPTER in name}
+    if earlier and mine != {name: tuple(tensor.shape) for name, tensor in earlier.items()}:
+        rank = min(next(iter(earlier.values())).shape)
+        raise InputError(
+            f"the model's folder `adapter` has {len(earlier)} tensors of rank {rank}, but learner.lora asks for "
+            f"{len(mine)} of rank {lora.rank}. In 4 bits these adapters are trained on: set learner.lora.rank and "
+            "target_modules as the earlier run had them. Or move the folder away, to round the merged weights, "
+            "which lose most of what the adapters learned."
+        )
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in causal_lm.named_parameters():
-        if ".lora_A." in name:
+        if earlier and ADAPTER in name:
+            scale = lora.alpha / lora.rank if ".lora_B." in name else 1.0  # as `adapter_weights` multiplied it in
+            local_part(parameter).copy_(earlier[peft_name(name)][own_rows(parameter)] / scale)
+        elif ".lora_A." in name:
             whole = torch.empty(parameter.shape)
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
             local_part(parameter).copy_(whole[own_rows(parameter)])

@@ -26,7 +26,7 @@ _IN_LAYERS = re.compile(r"(^|\.)layers\.\d+\..+\.weight$")
 
 
 def is_packed(name: str, shape: Sequence[int]) -> bool:
-    """Return True for a matrix of a decoder layer, by its name on the hub. Norms, embeddings and head are not packed."""
+    """Return True for a matrix of a decoder's layer, by its hub name. Norms, embeddings and head are not packed."""
     return len(shape) == 2 and shape[1] % BLOCK == 0 and bool(_IN_LAYERS.search(name))
 
 

@@ -1,4 +1,4 @@
-"""The processor of a model that reads pictures: the tokens that stand for a picture, and the inputs of the vision tower.
+"""The processor of a model that reads pictures: tokens that stand for a picture, and the inputs of the vision tower.
 
     run(width, height) -> ids                       every module expands placeholders with these
     expand([p, v, q], sizes) -> [p, s v v v e, q]   and the place of each picture
@@ -22,7 +22,7 @@ from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.types import Int32Array, Media, Picture
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import MOST_PICTURES, opened
+from rayapp.storage.media import MOST_PICTURES, MOST_PIXELS, opened
 from rayapp.storage.models.families import refuse_pictures
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ class PictureProcessor:
         """Return the token ids that stand for a picture of this size: they depend on nothing else."""
         from PIL import Image
 
-        return np.array(self._processed(Image.new("RGB", (width, height)))["input_ids"][0], np.int32)
+        try:
+            return np.array(self._processed(Image.new("RGB", (width, height)))["input_ids"][0], np.int32)
+        except ValueError as error:
+            raise InputError(f"the model's processor reads no pictures of {width} x {height} pixels: {error}") from None
 
     def inputs(self, encoded: bytes) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for one picture, under their names in transformers' model."""
@@ -59,10 +62,12 @@ class PictureProcessor:
     def expand(
         self, ids: Sequence[int], pictures: Sequence[bytes], sizes: Sequence[tuple[int, int]]
     ) -> tuple[list[int], Media]:
-        """Return the ids with each placeholder replaced by the run of its picture, and the pictures' places. InputError:
-        the number of placeholders differs from the number of pictures, or is above MOST_PICTURES."""
+        """Return the ids with each placeholder replaced by its picture's run, and the pictures' places. InputError:
+        the number of placeholders differs from the number of pictures, or these are too many, or too large."""
         if len(pictures) > MOST_PICTURES:
             raise InputError(f"the prompt has {len(pictures)} pictures: at most {MOST_PICTURES} are allowed")
+        if (num_pixels := sum(width * height for width, height in sizes)) > MOST_PIXELS:
+            raise InputError(f"the prompt's pictures have {num_pixels:,} pixels: at most {MOST_PIXELS:,} are allowed")
         if (num_places := list(ids).count(self.token_id)) != len(pictures):
             raise InputError(
                 f"the prompt has {num_places} placeholders {self.placeholder}, but {len(pictures)} pictures"
@@ -85,7 +90,7 @@ def reads_pictures(model: ModelSection) -> bool:
 
 
 def load_pictures(model: ModelSection) -> PictureProcessor:
-    """Return the processor of a local model. Raises ConfigError: the model, or this installation, can't read pictures."""
+    """Return the processor of a local model. ConfigError: the model, or this installation, can't read pictures."""
     if why := refuse_pictures(_architecture(model)):
         raise ConfigError(f"model.path {model.path!r}: {why}")
     return _loaded(str(model.path), trust_remote_code=model.trust_remote_code)

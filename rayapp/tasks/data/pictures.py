@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 from rayapp.config.agent import DataSection
@@ -23,7 +24,7 @@ from rayapp.core.errors import InputError
 from rayapp.core.names import load_extra
 from rayapp.core.types import Media
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import IMAGE_PART, MAX_BYTES, check_bytes, from_data_uri, keep, sizes_of
+from rayapp.storage.media import IMAGE_PART, MAX_BYTES, MOST_PICTURES, check_bytes, from_data_uri, keep, sizes_of
 from rayapp.storage.models.pictures import PictureProcessor, load_pictures, reads_pictures
 from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextTooCostlyError
 
@@ -36,11 +37,14 @@ Size = tuple[int, int]  # width and height
 
 
 def listed(row: Mapping[str, Any]) -> list[Any]:
-    """Return the pictures of a row, as the file has them. Raises InputError: the column holds something else."""
+    """Return the pictures of a row, as the file has them. Raises InputError: the column holds something else, or too
+    many."""
     found = next((row[name] for name in COLUMNS if row.get(name) is not None), None)
     if found is None:
         return []
     pictures = found if isinstance(found, list) else [found]
+    if len(pictures) > MOST_PICTURES:
+        raise InputError(f"the row has {len(pictures)} pictures: at most {MOST_PICTURES} are allowed")
     for each in pictures:
         if not isinstance(each, bytes | str | Mapping):
             raise InputError(f"a picture must be bytes, a path or {{bytes, path}}, not {each!r:.60}")
@@ -181,9 +185,10 @@ class PictureFiles:
             return self._fetched(name)
         path = folder / name.removeprefix("file://")
         try:
-            if path.stat().st_size > MAX_BYTES:
-                raise InputError(f"picture {path} has more than {MAX_BYTES:,} bytes")
-            return check_bytes(path.read_bytes())
+            if not S_ISREG((facts := path.stat()).st_mode) or facts.st_size > MAX_BYTES:
+                raise InputError(f"picture {path} is not a file of at most {MAX_BYTES:,} bytes")
+            with path.open("rb") as file:
+                return check_bytes(file.read(MAX_BYTES + 1))  # files of /proc have no size
         except OSError as error:
             raise InputError(f"picture {path} can't be read: {error.strerror}") from None
 

@@ -15,12 +15,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from rayapp.config.config import Config
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import InputError
-from rayapp.learner.policy import _compile
+from rayapp.learner.policy import _compile, load_policy
 from rayapp.learner.state.checkpoint import _state
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.learner.state.hf_folder import checkpoint_to_hf
 from rayapp.learner.state.packed import PackedLinear
 from rayapp.learner.supervised import log_probs_of
+from rayapp.runs.layout import EXPORTED
 from rayapp.storage.models.nf4 import BYTES_PER_VALUE, is_packed, pack, shape_of, unpack
 from support import family_trial as trial
 from support.family_check import VOCABULARY, plain_model, subject_of
@@ -92,6 +93,18 @@ def test_a_checkpoint_is_exported_as_the_learners_hold_it(tmp_path: Path) -> Non
     assert [name for name, tensor in exported.items() if not torch.equal(tensor, made[name])] == []
 
 
+def train_and_export(config: Config, final: Path) -> tuple[trial.Scores, trial.Scores]:
+    """Return the learner's log-probs before and after a step."""
+    groups = trial.trial_groups(VOCABULARY)
+    with trial.learner_of(config) as learner:
+        before = trial.learner_scores(learner, groups)
+    with trial.learner_of(config) as learner:
+        take_step(learner, groups)
+        trained = [row for group in groups for row in log_probs_of(learner, group)]
+        export_hf(config, learner.model, final, learner.ranks)
+    return before, trial.Scores(log_probs=trained, gradients={})
+
+
 def test_the_final_folder_gives_the_learners_log_probs_in_peft_on_4_bits_and_in_transformers(tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -100,12 +113,7 @@ def test_the_final_folder_gives_the_learners_log_probs_in_peft_on_4_bits_and_in_
     in_float32 = CheckpointSection(final_dtype="float32")
     config = packed_config(tmp_path / "model", optimizer={"lr": 3e-2}).model_copy(update={"checkpoint": in_float32})
     groups, final = trial.trial_groups(VOCABULARY), tmp_path / "final"
-    with trial.learner_of(config) as learner:
-        before = trial.learner_scores(learner, groups)
-    with trial.learner_of(config) as learner:
-        take_step(learner, groups)
-        trained = [row for group in groups for row in log_probs_of(learner, group)]
-        export_hf(config, learner.model, final, learner.ranks)
+    before, trained = train_and_export(config, final)
 
     in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     base: Any = AutoModelForCausalLM.from_pretrained(
@@ -113,10 +121,36 @@ def test_the_final_folder_gives_the_learners_log_probs_in_peft_on_4_bits_and_in_
     )
     # In evaluation bitsandbytes computes on a CPU in bfloat16, whatever is asked for.
     adapted = PeftModel.from_pretrained(base, str(final / "adapter"), is_trainable=True).train()
-    expected = trial.Scores(log_probs=trained, gradients={})
     for model in (adapted, plain_model(final, config.max_model_tokens)):
-        assert trial.log_prob_error(trial.plain_scores(model, groups), expected) < trial.MAX_LOG_PROB_ERROR
-    assert trial.log_prob_error(before, expected) > 1000 * trial.MAX_LOG_PROB_ERROR
+        assert trial.log_prob_error(trial.plain_scores(model, groups), trained) < trial.MAX_LOG_PROB_ERROR
+    assert trial.log_prob_error(before, trained) > 1000 * trial.MAX_LOG_PROB_ERROR
+
+
+@pytest.mark.parametrize("final_dtype", ["float32", "bfloat16"])
+def test_a_run_goes_on_with_the_adapters_of_the_run_that_made_its_model(final_dtype: Any, tmp_path: Path) -> None:
+    trial.save_tiny(subject_of("llama").architecture, tmp_path / "model")
+    written = {"checkpoint": CheckpointSection(final_dtype=final_dtype)}
+    config = packed_config(tmp_path / "model", optimizer={"lr": 3e-2}).model_copy(update=written)
+    groups, final = trial.trial_groups(VOCABULARY), tmp_path / "final"
+    before, trained = train_and_export(config, final)
+    (final / EXPORTED).touch()
+
+    later = packed_config(final)
+    with trial.learner_of(later) as learner:
+        found = trial.learner_scores(learner, groups)
+        reference = load_policy(later, learner.ranks.mesh, trainable=False, is_checked=False)
+        assert not [name for name, parameter in reference.named_parameters() if parameter.requires_grad]
+        own = dict(learner.model.named_parameters())
+        assert all(torch.equal(tensor, own[name]) for name, tensor in reference.named_parameters())
+
+    limit = trial.MAX_LOG_PROB_ERROR if final_dtype == "float32" else 0.02
+    assert trial.log_prob_error(found, trained) < limit
+    assert trial.log_prob_error(before, trained) > 5 * limit
+    with (
+        pytest.raises(InputError, match=r"28 tensors of rank 4, but .* set learner\.lora\.rank"),
+        trial.learner_of(packed_config(final, lora={"rank": 8, "alpha": 16})),
+    ):
+        pass
 
 
 def test_recomputed_and_compiled_layers_have_the_same_gradients(

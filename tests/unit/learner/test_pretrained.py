@@ -43,7 +43,7 @@ def read(folder: Path) -> Any:
     config = config_of(folder)
     causal_lm = build_causal_lm(config.model, config.learner, config.max_model_tokens, is_checked=False)
     _give_memory(PolicyModel(causal_lm), torch.device("cpu"), on_host=False)
-    load_pretrained(causal_lm, str(folder))
+    load_pretrained(causal_lm, config.model)
     return causal_lm
 
 

@@ -115,12 +115,17 @@ def test_rows_with_unusable_pictures_are_left_out_and_counted_with_their_reasons
         row(images=[stored(path="https://example.com/a.png")]),
         row(images=[stored(path="there-is-no.png")]),
         row(images=[stored(b"<svg/>")]),
+        row(images=[stored(picture(size=(402, 2)))]),
+        row(images=[stored(path="/dev/zero")]),
+        row(images=[stored(path="/proc/self/pagemap")]),
+        row(images=[stored(picture())] * 129),
     ]
 
     data = opened(written(tmp_path, good, *bad), tmp_path)
 
     assert len(data) == 1
     reasons = ["decoded", "pixels, more than", "2 places for pictures", "data.image_urls", "No such file", "decoded"]
+    reasons += ["over 200 times the other", "not a file of at most", "must have 1 to", "129 pictures"]
     assert len(data.bad) == len(bad)
     for number, (why, reason) in enumerate(zip(data.bad, reasons, strict=True), start=1):
         assert f"rows.parquet, row {number}: " in why

@@ -1,0 +1,53 @@
+"""The adapter of an earlier run in `MODEL/adapter`, which that run merged into the model (`model.quantization`).
+
+Rounding the merged weights would lose it: it is smaller than a step between two of NF4's values. So learners and
+servers take it out before they round, and learners train it on. In this way a run goes on from its warm-up in 4 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rayapp.config.config import Config, with_values
+from rayapp.config.sections import ModelSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PEFT_PREFIX = "base_model.model."
+_OF_A_RUN = "rayapp.json"  # beside weights that a run exported, so that its adapter is in them
+
+
+def keeps_adapter(model: ModelSection) -> bool:
+    return model.quantization != "none" and _has_adapter(model.path)
+
+
+def _has_adapter(path: str) -> bool:
+    folder = Path(path)
+    return (folder / _OF_A_RUN).is_file() and (folder / "adapter").is_dir()
+
+
+def merged_adapter(path: str) -> dict[str, Tensor]:
+    """Return the float32 tensors, by peft's names, of an adapter that is merged into the model; empty without one."""
+    if not _has_adapter(path):
+        return {}
+    from safetensors.torch import load_file
+
+    return {name: t.float() for name, t in load_file(Path(path) / "adapter" / "adapter_model.safetensors").items()}
+
+
+def beneath(adapter: Mapping[str, Tensor], name: str, weight: Any, rows: Any = ...) -> Any:
+    """Return rows of a weight without the adapter that is merged into it. `weight` has only these rows."""
+    module = f"{PEFT_PREFIX}{name.removesuffix('.weight')}"
+    up = adapter.get(f"{module}.lora_B.weight")
+    if up is None:
+        return weight
+    down = adapter[f"{module}.lora_A.weight"]
+    return weight.float() - up[rows].to(weight.device) @ down.to(weight.device)  # (rows, rank) @ (rank, in)
+
+
+def without_learners(config: Config) -> Config:
+    """Return the config of servers that get no adapter from a learner: they sample from the merged weights."""
+    return with_values(config, model={"quantization": "none"}) if keeps_adapter(config.model) else config
