@@ -38,8 +38,8 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 3179, "api": 879, "cli": 2743, "config": 3034, "core": 3191, "driver": 2638, "engine": 2054,
-    "extras": 13058, "learner": 7873, "rollout": 7370, "runs": 2249, "sandbox": 6945, "storage": 1844, "tasks": 5627,
+    "actors": 3179, "api": 879, "cli": 2743, "config": 3035, "core": 3191, "driver": 2638, "engine": 2054,
+    "extras": 13073, "learner": 7873, "rollout": 7382, "runs": 2249, "sandbox": 6945, "storage": 1844, "tasks": 5689,
     "testing": 514, "tools": 1942,
 }  # fmt: skip
 """Lines that each room may have. A room grows only by a change of this table."""
