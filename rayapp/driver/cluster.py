@@ -222,7 +222,8 @@ async def open_cluster(
     when the run has its GPUs, before any process loads a model. `report` gets a line for each event. `stand_ins` are
     for tests and benchmarks. ConfigError: Ray can't be reached, or has too few GPUs.
     """
-    config = config if with_learners else without_learners(config)
+    if not with_learners:
+        config = config.model_copy(update={"model": without_learners(config.model)})
     async with _session(config, report, stand_ins) as started:
         cluster = await _start(
             config, started, with_learners=with_learners, report=report, on_lease=on_lease, images=images
