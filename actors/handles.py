@@ -294,19 +294,7 @@ class LearnerHandle(Handle):
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxReaperHandle(Handle):
-    async def beat(self, labels: dict[str, str], timeout_s: float = 10.0) -> None:
-        await self.call("beat", labels, timeout_s=timeout_s)
-
-    async def dismiss(self, timeout_s: float = 5.0) -> None:
-        await self.call("dismiss", timeout_s=timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
 class SandboxPoolHandle(Handle):
-    async def guard(self, reaper: SandboxReaperHandle, timeout_s: float) -> None:
-        await self.call("guard", reaper, timeout_s, timeout_s=timeout_s + 10.0)
-
     async def ready(self, timeout_s: float) -> Facts:
         return await self.call("ready", timeout_s=timeout_s)
 

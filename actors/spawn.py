@@ -6,7 +6,6 @@ rollout worker   RolloutWorker   rollout-worker-N         any, counted by the dr
 vLLM server      VllmServer      vllm-server-N            any, counted by the driver; it must be synced before it serves
 model server     ModelServer     model-server-NAME        any, counted by the driver; it listens at the same address
 learner          Learner         learner-N                0: its process group is gone with it
-sandbox reaper   SandboxReaper   sandbox-reaper-RUN       3: detached, so the driver can't restart it
 
 Classes stay plain, so that tests construct them without Ray. `environments/<role>.yaml` has the environment variables
 of a role's process, each line with its reason.
@@ -38,7 +37,6 @@ class Role:
     # wait forever.
     num_cpus: float
     max_concurrency: int | None = None  # calls of an async actor; None for a threaded one, which runs one at a time
-    is_detached: bool = False  # outlives the driver; it must then end itself
     env_of: str = ""  # key of ROLES whose variables the process gets, for a role that is not in ROLES
     max_restarts: int = 0  # by Ray; -1: no limit, the driver counts and ends the run after too many
 
@@ -57,13 +55,6 @@ ROLES: dict[str, Role] = {
         class_path="actors.model_server:ModelServer", num_cpus=0.1, max_concurrency=100, max_restarts=-1
     ),
     "learner": Role(class_path="actors.learner:Learner", num_cpus=0.1),
-    "sandbox-reaper": Role(
-        class_path="actors.sandbox_pool:SandboxReaper",
-        num_cpus=0.01,
-        max_concurrency=100,
-        is_detached=True,
-        max_restarts=3,
-    ),
 }
 
 
@@ -95,8 +86,6 @@ def spawn(role: str | Role, name: str, *args: object, share: GpuShare = ANYWHERE
     }
     if share.strategy is not None:
         options["scheduling_strategy"] = share.strategy
-    if spec.is_detached:
-        options["lifetime"] = "detached"
     if spec.max_concurrency is not None:
         options["max_concurrency"] = spec.max_concurrency
     try:
@@ -151,15 +140,6 @@ async def name_is_free(name: str, timeout_s: float = 30.0) -> None:
         except ValueError:
             return
         await asyncio.sleep(0.05)
-
-
-def kill_named(name: str) -> bool:
-    """End a detached actor that an earlier run left. Return False if there is none."""
-    try:
-        kill(ray.get_actor(name))
-    except ValueError:
-        return False
-    return True
 
 
 def free_address() -> tuple[str, int]:

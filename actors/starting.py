@@ -28,16 +28,14 @@ from actors.handles import (
     ModelServerHandle,
     RolloutWorkerHandle,
     SandboxPoolHandle,
-    SandboxReaperHandle,
     VllmServerHandle,
     answer,
 )
-from actors.own_ray import RayConnection, server_names
+from actors.own_ray import server_names
 from actors.placement import Placement
-from actors.spawn import GpuShare, Role, kill, kill_named, name_is_free, restart, spawn
+from actors.spawn import GpuShare, Role, kill, name_is_free, restart, spawn
 from rayapp.config.config import Config
 from rayapp.config.other_models import ModelServerSection
-from rayapp.config.sandbox import DaytonaConfig, E2BConfig
 from rayapp.core.errors import DeadlineError, ProcessDiedError, RayappError, first_error
 from rayapp.core.names import all_given
 
@@ -142,7 +140,6 @@ class Started:
 
 
 Report = Callable[[str], None]
-REAPER_NAME_ATTEMPTS = 100
 
 
 async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> None:
@@ -172,26 +169,6 @@ async def all_ready(ready: Mapping[str, Awaitable[object]], report: Report) -> N
 
 def spawn_pool(config: Config) -> SandboxPoolHandle:
     return SandboxPoolHandle(spawn("sandbox-pool", "sandbox-pool", config.sandbox, config.run.name), "sandbox-pool")
-
-
-async def ready_pool(config: Config, pool: SandboxPoolHandle, session: RayConnection, timeout_s: float) -> None:
-    """Wait until the pool is ready. Before that, give it a reaper if its sandboxes and Ray may outlive the driver."""
-    # Local sandboxes and those of an MCP session end with their process; our own Ray ends with the driver.
-    has_lasting = any(isinstance(section, E2BConfig | DaytonaConfig) for section in config.sandbox.providers)
-    if has_lasting and not session.is_own:
-        await pool.guard(await _spawn_reaper(config), timeout_s)
-    await pool.ready(timeout_s)
-
-
-async def _spawn_reaper(config: Config) -> SandboxReaperHandle:
-    """Start the reaper, which does not end with the driver: the pool dismisses it, or it ends itself."""
-    name = f"sandbox-reaper-{config.run.name}"
-    # End an earlier run's reaper of this name, which would take this run's sandboxes for its own.
-    for _ in range(REAPER_NAME_ATTEMPTS):
-        if not kill_named(name):
-            break
-        await asyncio.sleep(0.1)
-    return SandboxReaperHandle(spawn("sandbox-reaper", name, config.sandbox, config.run.name), name)
 
 
 def spawn_servers(
@@ -324,10 +301,10 @@ class PoolMember(_WatchedActor):
     """Supervised sandbox pool. At its start a new pool ends the sandboxes of the previous one."""
 
     handle: SandboxPoolHandle
-    make_ready: Callable[[], Awaitable[None]]
+    timeout_s: float
 
     async def ping(self, timeout_s: float) -> str:
         return await self.handle.incarnation(timeout_s)
 
     async def revive(self) -> None:
-        await self.make_ready()
+        await self.handle.ready(self.timeout_s)

@@ -92,7 +92,7 @@ GROUPS = {
     },
     "e2e": {
         "standing_ray": (
-            "attached judges sources sft coding_agent sandbox_reaper bad_input tools_at_start namespace "
+            "attached judges sources sft coding_agent killed_driver bad_input tools_at_start namespace "
             "benchmarks tools trl smoke"
         ),
     },

@@ -31,8 +31,8 @@ from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from rayapp.sandbox.pool.build import labels_of
-from rayapp.sandbox.pool.reaper import Reaped, labels_to_reap
-from rayapp.sandbox.pool.reaper import reap as reap_all
+from rayapp.sandbox.pool.reap import Reaped, labels_to_reap
+from rayapp.sandbox.pool.reap import reap as reap_all
 from rayapp.sandbox.providers import remote_provider
 
 app = typer.Typer(no_args_is_help=True, help="Run code in sandboxes, serve them, and end those that runs left.")
@@ -117,7 +117,7 @@ _ENDPOINTS = """\
 serving at {address}    (Ctrl-C ends it)
 MCP            {address}/mcp
 SandboxFusion  {address}/run_code and {address}/submit
-counts         {address}/health and {address}/metrics"""
+counts         {address}/health"""
 
 
 async def _serve(serving: Callable[[], AbstractAsyncContextManager[str]]) -> None:

@@ -129,8 +129,6 @@ class SandboxConfig(FrozenModel):
     lease_ttl_s: float = Field(600.0, gt=0)
     """Longest time that one use of a sandbox (a lease) may take; then the sandbox is taken back. Must exceed any task's
     timeout_s."""
-    reaper_grace_s: float = Field(120.0, gt=0)
-    """Time without a message from the run after which the reaper ends the run's remote sandboxes."""
     min_ready: int = Field(0, ge=0)
     """Idle remote sandboxes to keep ready for each template in use, so that the start of a step does not wait."""
     max_uses: int = Field(1, ge=1)

@@ -90,7 +90,7 @@ class SandboxProvider(Protocol):
         ...
 
     async def kill(self, sandbox_id: str, *, timeout_s: float = 10.0) -> None:
-        """End a sandbox known only by its id; called by the reaper. Idempotent."""
+        """End a sandbox known only by its id; called by sweeps. Idempotent."""
         ...
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from actors.handles import RolloutWorkerHandle, SandboxPoolHandle, VllmServerHandle, answer
 from actors.learner_group import LearnerGroup
 from actors.metrics import MetricsTracker
-from actors.own_ray import RayConnection, one_connection, ray_session
+from actors.own_ray import one_connection, ray_session
 from actors.placement import Placement, uses_gpus, wait_for_gpus
 from actors.routing import Router
 from actors.starting import (
@@ -31,7 +31,6 @@ from actors.starting import (
     WorkerMember,
     all_ready,
     dump_stacks,
-    ready_pool,
     spawn_learners,
     spawn_model_servers,
     spawn_pool,
@@ -76,7 +75,6 @@ __all__ = [
     "one_connection",
     "open_cluster",
     "open_learners",
-    "ready_pool",
     "spawn_pool",
 ]
 
@@ -224,24 +222,23 @@ async def open_cluster(
     when the run has its GPUs, before any process loads a model. `report` gets a line for each event. `stand_ins` are
     for tests and benchmarks. ConfigError: Ray can't be reached, or has too few GPUs.
     """
-    config = config if with_learners else without_learners(config)
-    async with _session(config, report, stand_ins) as (session, started):
+    if not with_learners:
+        config = config.model_copy(update={"model": without_learners(config.model)})
+    async with _session(config, report, stand_ins) as started:
         cluster = await _start(
-            config, started, session, with_learners=with_learners, report=report, on_lease=on_lease, images=images
+            config, started, with_learners=with_learners, report=report, on_lease=on_lease, images=images
         )
         async with cluster.supervisor.watching():
             yield cluster
 
 
 @asynccontextmanager
-async def _session(
-    config: Config, report: Report, stand_ins: StandIns = NO_STAND_INS
-) -> AsyncIterator[tuple[RayConnection, Started]]:
-    """Yield a connection, and a `Started` whose actors end with the block."""
-    with ray_session(config, report) as session:
+async def _session(config: Config, report: Report, stand_ins: StandIns = NO_STAND_INS) -> AsyncIterator[Started]:
+    """Connect to Ray and yield a `Started` whose actors end with the block."""
+    with ray_session(config, report):
         started = Started(stand_ins)
         try:
-            yield session, started
+            yield started
         except BaseExceptionGroup as group:
             raise first_error(group) from group
         finally:
@@ -273,7 +270,6 @@ async def _reserve(
 async def _start(
     config: Config,
     started: Started,
-    session: RayConnection,
     *,
     with_learners: bool,
     report: Report,
@@ -294,8 +290,7 @@ async def _start(
     )
     workers = spawn_rollout_workers(asking, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
-    make_pool_ready = partial(ready_pool, config, pool, session, timeout_s)
-    beside: dict[str, Awaitable[object]] = {pool.name: make_pool_ready()}
+    beside: dict[str, Awaitable[object]] = {pool.name: pool.ready(timeout_s)}
     beside |= {server.name: server.ready(timeout_s) for server in servers}
     beside |= {worker.name: worker.ready(timeout_s) for worker in workers}
     if placement.shares_gpus:
@@ -308,7 +303,7 @@ async def _start(
     carrier = (GroupCarrier if plan is not None else StoreCarrier)(config.server.sync_timeout_s)
     weights = WeightSync(carrier)
     members: list[Watched] = [
-        PoolMember(pool, make_pool_ready),
+        PoolMember(pool, timeout_s),
         *models,
         *(ServerMember(server, timeout_s, weights.catch_up) for server in servers),
         *(WorkerMember(worker, timeout_s, pool) for worker in workers),
@@ -392,7 +387,7 @@ async def open_learners(
 ) -> AsyncIterator[LearnerGroup]:
     """Start only the learners of a run, for supervised steps. `on_lease` is called before they load a model."""
     timeout_s = config.server.place_timeout_s + config.server.start_timeout_s
-    async with _session(config, report) as (_, started):
+    async with _session(config, report) as started:
         config, placement, on_gpu = await _reserve(config, started, report, with_servers=False)
         on_lease()
         asked = asked_servers(config, by_workers=False)

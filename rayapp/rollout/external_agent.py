@@ -35,6 +35,7 @@ from rayapp.rollout.gateway.limits import SessionLimits
 from rayapp.rollout.gateway.session import Session
 from rayapp.rollout.problem import Problem
 from rayapp.tasks.custom_rewards import load_function
+from rayapp.tasks.data.pictures import with_data_uris
 
 MAX_ANSWER_BYTES = 1 << 20
 _OUTPUT_CHARS = 16384
@@ -88,11 +89,9 @@ class ExternalAgent:
         """Return the problem's prompt without token ids: the agent itself writes what the policy reads."""
         bare, messages = problem.prompt, problem.start.messages
         if not all(isinstance(message.get("content"), str) for message in messages):
-            raise InputError(
-                f"task {bare.task}: external agents get only text, but the `content` of a message is not a string"
-            )
+            raise InputError(f"task {bare.task}: an external agent can't get a message whose `content` is not a string")
         text = self._formats.plain.chat.render(messages)
-        return replace(bare, text=text, token_ids=np.empty(0, np.int32), messages=tuple(messages))
+        return replace(bare, text=text, token_ids=np.empty(0, np.int32), media=(), messages=tuple(messages))
 
     async def close(self) -> None:
         await self._gateway.close()
@@ -111,10 +110,11 @@ class ExternalAgent:
         """Play one trajectory; `entry` plays instead of the source's own program or function."""
         start, entry = problem.start, entry or self._entry
         playing = Playing(output=Tail(_OUTPUT_CHARS))
+        told = [{"role": str(each["role"]), "content": str(each["content"])} for each in start.messages]
         with self._session(engine, sampling, request_id) as session:
             call = AgentCall(
                 task=problem.prompt.task,
-                messages=tuple({"role": str(each["role"]), "content": str(each["content"])} for each in start.messages),
+                messages=with_data_uris(told, [problem.pictures[sha256] for sha256 in problem.shown]),
                 files={**self._files, **start.files},
                 folder=Path(),
                 url=f"/{session.id}",

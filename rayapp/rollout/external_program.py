@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rayapp.config.agent import ExternalSection
 from rayapp.core.errors import SandboxError
@@ -23,6 +24,7 @@ from rayapp.core.types import ExecResult, SandboxSpec, StopCause
 from rayapp.rollout.gateway.limits import MODEL
 from rayapp.sandbox.local.levels import level
 from rayapp.sandbox.loopback import Accept, loopback_of
+from rayapp.tasks.data.pictures import as_marks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +33,8 @@ class AgentCall:
 
     task: str
     """Name of the task, or data source of the data row."""
-    messages: tuple[Mapping[str, str], ...]
-    """Messages of the task, each with role and content."""
+    messages: tuple[Mapping[str, Any], ...]
+    """Messages of the task, each with role and content: a text, or OpenAI's parts with pictures as data URIs."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Relative path -> text of the task's files, which are in `folder`."""
     folder: Path
@@ -46,8 +48,8 @@ class AgentCall:
 
     @property
     def prompt(self) -> str:
-        """Contents of all messages, joined to one text."""
-        return "\n\n".join(message["content"] for message in self.messages)
+        """Contents of all messages, joined to one text, with `<image>` for a picture."""
+        return "\n\n".join(message["content"] for message in as_marks(self.messages))
 
     @property
     def openai_base_url(self) -> str:

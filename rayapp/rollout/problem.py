@@ -38,6 +38,7 @@ class Problem:
     agent_name: str = ""  # named by the row; empty for the source's agent
     # SHA-256 -> encoded bytes of the prompt's pictures.
     pictures: Mapping[str, bytes] = field(default_factory=dict)
+    shown: tuple[str, ...] = ()  # SHA-256 of a row's pictures, in the order of their places
 
     @cached_property
     def start(self) -> AgentStart:
@@ -105,6 +106,7 @@ def problem_of_row(row: DataRow, rewards: AnswerRewards) -> Problem:
         ),
         agent_name=row.agent_name,
         pictures=row.pictures,
+        shown=tuple(each.sha256 for each in row.media),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from rayapp.config.agent import EXTERNAL_AGENT, RewardSection
 from rayapp.config.config import Config, Source, sources_of
-from rayapp.core.errors import InputError, UserError
+from rayapp.core.errors import UserError
 from rayapp.core.http import server_named
 from rayapp.core.names import load_extra
 from rayapp.core.protocols import EnvironmentRow, SandboxSource, Task
@@ -260,17 +260,13 @@ async def _open_rows(config: Config, sandboxes: SandboxSource) -> OpenSource:
     if rewards.custom is not None:
         # Load the user's function in a thread: its imports may take seconds, which would block the event loop.
         await asyncio.to_thread(rewards.custom.load)
-    plays_outside = config.agent_name == EXTERNAL_AGENT
     agent: ExternalAgent | LoopAgent = (
-        await ExternalAgent.open(config, sandboxes) if plays_outside else await LoopAgent.of(config, sandboxes).open()
+        await ExternalAgent.open(config, sandboxes)
+        if config.agent_name == EXTERNAL_AGENT
+        else await LoopAgent.of(config, sandboxes).open()
     )
     try:
         train, held_out = await open_files(config, agent.prompt_ids)
-        if plays_outside and any(each is not None and each.has_pictures for each in (train, held_out)):
-            raise InputError(
-                "an external agent gets only the text of data rows, which have pictures. Use agent.name: "
-                "tool_agent or single_turn_agent"
-            )
     except BaseException:
         await agent.close()
         raise

@@ -66,12 +66,6 @@ def remote_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
     return {section.type: remote_provider(section) for section in sections}
 
 
-def listing_providers(config: SandboxConfig) -> dict[str, RemoteProvider]:
-    """Return the remote providers that can list sandboxes of other processes."""
-    sections = [section for section in config.providers if isinstance(section, E2BConfig | DaytonaConfig)]
-    return {section.type: remote_provider(section) for section in sections}
-
-
 def remote_provider(section: ProviderConfig) -> RemoteProvider:
     """Make a provider. SandboxConfigError: its package or key is missing."""
     match section:

@@ -28,6 +28,10 @@ MOST_PIXELS = 1 << 27  # of the pictures that a prompt or a turn adds: 400 MB as
 MAX_RATIO = 200  # of a picture's sides: processors refuse longer strips, or take half a minute
 MOST_PICTURES = 128  # of a prompt, and of the later turns of a trajectory
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_KINDS = {
+    b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp",
+    b"BM": "image/bmp",
+}  # fmt: skip
 IMAGE_PART = {"type": "image"}  # part of a message's content where a chat template writes its placeholder
 
 
@@ -75,6 +79,15 @@ def from_data_uri(uri: str) -> bytes:
         return check_bytes(base64.b64decode(data, validate=True))
     except binascii.Error as error:
         raise InputError(f"a picture's data is not base64: {error}") from None
+
+
+def kind_of(encoded: bytes) -> str | None:
+    """Return the media type of a picture, e.g. image/png; None: of no known format."""
+    return next((kind for start, kind in _KINDS.items() if encoded.startswith(start)), None)
+
+
+def as_data_uri(encoded: bytes) -> str:
+    return f"data:{kind_of(encoded) or 'image/png'};base64,{base64.b64encode(encoded).decode()}"
 
 
 def compact(token_ids: Sequence[int], media: Media, placeholder: int) -> list[int]:

@@ -93,7 +93,7 @@ def job_of(follower: subprocess.Popen[str]) -> str:
 def remote_sandboxes(url: str) -> dict[str, Any]:
     """Some are always there, also between two steps. Nobody but the run itself ends them within a test."""
     provider = {"type": "e2b", "api_url": url, "sandbox_url": url, "max_sandboxes": 6, "creations_per_s": 50}
-    return {"providers": [provider], "min_ready": 3, "max_uses": 20, "reaper_grace_s": 7200}
+    return {"providers": [provider], "min_ready": 3, "max_uses": 20}
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,10 @@ from pathlib import Path
 
 from rayapp.core.errors import InputError
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import IMAGE_PART
+from rayapp.storage.media import IMAGE_PART, kind_of
 from rayapp.tasks.data.data_row import parse_row
 from rayapp.tasks.data.files import as_parquet, fetch_files, open_files, read_group
 from rayapp.tasks.data.pictures import PictureFiles, listed, with_parts
-
-# First bytes of a file -> its usual ending.
-_KINDS = {b"\x89PN": "png", b"\xff\xd8\xff": "jpg", b"GIF": "gif", b"RIF": "webp"}
 
 
 def shown_row(file: str, number: int, save: Path | None) -> Iterator[str]:
@@ -41,7 +38,8 @@ def shown_row(file: str, number: int, save: Path | None) -> Iterator[str]:
     for i, (encoded, _) in enumerate(found if save is not None else ()):
         assert save is not None
         save.mkdir(parents=True, exist_ok=True)
-        name = save / f"row{number}-{i}.{_KINDS.get(encoded[:3], 'picture')}"
+        kind = kind_of(encoded) or "image/picture"
+        name = save / f"row{number}-{i}.{kind.removeprefix('image/')}"
         name.write_bytes(encoded)
         yield f"wrote {name}"
 

@@ -87,6 +87,7 @@ TRAINER: dict[str, Rule] = {
     "trainer.save_freq": to("checkpoint.every_steps", arithmetic.at_least_zero),
     "trainer.test_freq": to("eval.every_steps", arithmetic.at_least_zero, note="and after the last step"),
     "trainer.val_before_train": arithmetic.before_training,
+    "trainer.max_actor_ckpt_to_keep": rules.kept_checkpoints,
     "trainer.resume_mode": choice("run.resume", {"auto": "auto", "disable": "never"}),
     "custom_reward_function.path": arithmetic.custom_reward,
     "reward.custom_reward_function.path": arithmetic.custom_reward,

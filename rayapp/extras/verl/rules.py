@@ -94,3 +94,9 @@ def same_as(other: str) -> Rule:
         return Landing(note=f"{other} counts")
 
     return rule
+
+
+def kept_checkpoints(key: str, value: Any, values: Values) -> Landing:
+    if value is None:
+        return Landing(note="verl keeps every checkpoint, and checkpoint.keep_last the last ones: raise it")
+    return Landing(settings={"checkpoint.keep_last": int(value)})

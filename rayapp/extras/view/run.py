@@ -18,6 +18,7 @@ from rayapp.extras.view.trajectory import Advantages, group_advantages, load_tok
 from rayapp.runs.layout import PICTURES
 from rayapp.runs.source import RunSource
 from rayapp.runs.tracking.metrics import warning_of
+from rayapp.storage.media import kind_of
 
 # A run that has logged nothing for this many times the length of its last step is shown as quiet, not running.
 QUIET_STEPS = 5
@@ -118,8 +119,8 @@ class ViewedRun:
         """Return the bytes and media type of a picture. Raises InputError: the run has no such picture."""
         is_name = re.fullmatch("[0-9a-f]{64}", sha256) is not None
         data = self.source.read_bytes(f"{PICTURES}/{sha256}") if is_name else None
-        kind = next((kind for start, kind in _PICTURE_KINDS.items() if (data or b"").startswith(start)), None)
-        if data is None or kind is None:
+        # Send nothing of another kind, since a browser may run it.
+        if data is None or (kind := kind_of(data)) is None:
             raise InputError(f"this run has no picture {sha256:.64}")
         return data, kind
 
@@ -133,13 +134,6 @@ class ViewedRun:
     def _advantages(self, rows: list[dict[str, Any]]) -> Advantages:
         algorithm = _section(self.config(), "algorithm")
         return group_advantages([row["reward"] for row in rows], [row["valid"] for row in rows], algorithm)
-
-
-_PICTURE_KINDS = {
-    b"\x89PNG": "image/png", b"\xff\xd8\xff": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp",
-    b"BM": "image/bmp",
-}  # fmt: skip
-"""First bytes of a picture -> media type. Nothing else is sent, since a browser may run it."""
 
 
 def run_state(records: list[dict[str, Any]], num_steps: int | None, *, now: float) -> str:

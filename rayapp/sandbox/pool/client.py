@@ -16,8 +16,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, TypeVar
 
 from rayapp.core.errors import (
-    DeadlineError,
-    ProcessUnavailableError,
     RayappError,
     SandboxConfigError,
     SandboxDeadlineError,
@@ -136,7 +134,6 @@ class LeasedSandbox:
 
 
 log = logging.getLogger(__name__)
-_RELEASE_ATTEMPTS = 30
 _CLOSE_WAIT_S = 1.0
 
 
@@ -164,7 +161,6 @@ class PoolClient:
     on_exec: Callable[[str, float], None] = lambda provider, seconds: None  # called after every execution
     # for a sandbox that this process makes, even if the caller would wait longer
     create_timeout_s: float = CREATE_TIMEOUT_S
-    retry_every_s: float = 2.0  # to return a lease while the pool does not answer
     _late: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     @asynccontextmanager
@@ -190,19 +186,12 @@ class PoolClient:
             self._in_background(self._give_back(lease_id, Fate.DIRTY), f"give up lease {lease_id} of {self.holder}")
             raise
 
-    async def _give_back(self, lease_id: int, fate: Fate, num_left: int = _RELEASE_ATTEMPTS) -> None:
+    async def _give_back(self, lease_id: int, fate: Fate) -> None:
         try:
             await self.pool.release(lease_id, fate)
         except RayappError as error:
+            # Not tried again: a pool that is only slow still receives the call, and one that has died has no leases.
             log.warning("%s: lease %d was not returned to the pool: %s", self.holder, lease_id, error)
-            # A pool that has died has no leases. After the last attempt the lease expires by itself.
-            if isinstance(error, DeadlineError | ProcessUnavailableError) and num_left:
-                again = self._give_back_later(lease_id, fate, num_left - 1)
-                self._in_background(again, f"return lease {lease_id} of {self.holder}")
-
-    async def _give_back_later(self, lease_id: int, fate: Fate, num_left: int) -> None:
-        await asyncio.sleep(self.retry_every_s)
-        await self._give_back(lease_id, fate, num_left)
 
     def _in_background(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -85,8 +85,8 @@ async def fingerprint(sandbox: Sandbox, *, timeout_s: float) -> str:
 
 log = logging.getLogger(__name__)
 GRACE_S = 5.0
-# Lifetime that providers are asked for, extended while a sandbox is in use. A killed run's ones end within it.
-SANDBOX_TTL_S = 900.0
+# Lifetime that providers are asked for, extended every third of it. The sandboxes of a killed run end within it.
+SANDBOX_TTL_S = 300.0
 _KILL_ATTEMPTS = 3
 _CLOSE_ROUNDS = 3
 _MAX_CALLS_AT_ONCE = 32
@@ -289,7 +289,7 @@ class Stock:
         for item in tuple(self.supply.items.values()):
             if (
                 item.state in (StockState.READY, StockState.LEASED)
-                and item.expires_at - now < self.rules.sandbox_ttl_s / 2
+                and item.expires_at - now < self.rules.sandbox_ttl_s * 2 / 3  # twice before it ends: a call may fail
             ):
                 # Set the new end before the answer arrives, so that the next call of `tend` does not extend the sandbox
                 # again.

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config.config import Config, with_values
 from rayapp.config.sections import ModelSection
 
 if TYPE_CHECKING:
@@ -48,6 +47,6 @@ def beneath(adapter: Mapping[str, Tensor], name: str, weight: Any, rows: Any = .
     return weight.float() - up[rows].to(weight.device) @ down.to(weight.device)  # (rows, rank) @ (rank, in)
 
 
-def without_learners(config: Config) -> Config:
-    """Return the config of servers that get no adapter from a learner: they sample from the merged weights."""
-    return with_values(config, model={"quantization": "none"}) if keeps_adapter(config.model) else config
+def without_learners(model: ModelSection) -> ModelSection:
+    """Return the model of servers that get no adapter from a learner: they sample from the merged weights."""
+    return model.model_copy(update={"quantization": "none"}) if keeps_adapter(model) else model

@@ -24,7 +24,16 @@ from rayapp.core.errors import InputError
 from rayapp.core.names import load_extra
 from rayapp.core.types import Media
 from rayapp.storage.base import hash_bytes
-from rayapp.storage.media import IMAGE_PART, MAX_BYTES, MOST_PICTURES, check_bytes, from_data_uri, keep, sizes_of
+from rayapp.storage.media import (
+    IMAGE_PART,
+    MAX_BYTES,
+    MOST_PICTURES,
+    as_data_uri,
+    check_bytes,
+    from_data_uri,
+    keep,
+    sizes_of,
+)
 from rayapp.storage.models.pictures import PictureProcessor, load_pictures, reads_pictures
 from rayapp.tasks.text_process import TextProcess, TextReadingFailedError, TextTooCostlyError
 
@@ -68,6 +77,22 @@ def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message,
 def as_marks(messages: Sequence[Message]) -> tuple[Message, ...]:
     """Return messages whose contents are texts again, with `<image>` for each picture: the form of a file's column."""
     return tuple(each if isinstance(each["content"], str) else {**each, "content": _text(each)} for each in messages)
+
+
+def with_data_uris(messages: Sequence[Message], pictures: Sequence[bytes]) -> tuple[Message, ...]:
+    """Return messages in OpenAI's form: each `<image>` becomes the next picture, as a data URI. Without pictures
+    contents stay texts."""
+    shown = iter(pictures)
+
+    def written(part: Mapping[str, str]) -> Mapping[str, Any]:
+        if part != IMAGE_PART:
+            return part
+        return {"type": "image_url", "image_url": {"url": as_data_uri(next(shown))}}
+
+    return tuple(
+        each if isinstance(each["content"], str) else {**each, "content": [written(part) for part in each["content"]]}
+        for each in with_parts(messages, len(pictures))
+    )
 
 
 def as_stored(picture: Any) -> dict[str, Any]:

@@ -456,12 +456,12 @@ async def test_an_agent_that_is_not_there_is_told_before_anything_starts(
         await ExternalAgent.open(config)
 
 
-async def test_a_row_with_images_is_refused(chat_tokenizer: Any) -> None:
+async def test_a_message_that_is_no_text_is_refused(chat_tokenizer: Any) -> None:
     config = Config.model_validate({"agent": {"name": "external_agent", "external": {"entry": "a:b"}}})
     formats = Formats(chat_tokenizer, model="tiny", template=load_template("chatml_hermes"))
     agent = ExternalAgent(config.agent.external, SessionLimits(max_tokens=1, max_turns=1), formats, None)
 
-    with pytest.raises(InputError, match="external agents get only text"):
+    with pytest.raises(InputError, match="`content` is not a string"):
         row = replace(ROW, messages=({"role": "user", "content": [{"type": "image"}]},))
         await agent.prompt(problem_of_row(row, AnswerRewards()))
 

@@ -270,6 +270,14 @@ def test_the_table_begins_with_what_changes_the_training_and_keeps_both_ends_of_
     assert shortened("data.seed = 1", 40) == "data.seed = 1"
 
 
+def test_a_default_of_verl_that_keeps_every_checkpoint_is_in_the_table(seed_yaml: Path) -> None:
+    (row,) = (row for row in imported(seed_yaml).rows if row.key == "trainer.max_actor_ckpt_to_keep")
+
+    assert row.is_default
+    assert "checkpoint.keep_last" in row.landing.note
+    assert imported(seed_yaml, "trainer.max_actor_ckpt_to_keep=7").config.checkpoint.keep_last == 7
+
+
 def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean data\.train_batch_size") as caught:
         imported(seed_yaml, "data.train_batchsize=8", "actor_rollout_ref.rollout.warp_speed=9")

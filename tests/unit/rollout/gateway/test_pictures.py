@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import json
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,12 +16,14 @@ import pytest
 
 from rayapp.config.sections import ModelSection
 from rayapp.core.trajectories import branches
-from rayapp.core.types import Picture, RequestId
+from rayapp.core.types import Picture, RequestId, SamplingParams
 from rayapp.engine.vllm_pictures import engine_prompt, open_pictures
 from rayapp.rollout.gateway import turns
 from rayapp.rollout.gateway.formats import Formats
 from rayapp.rollout.gateway.server import Gateway
 from rayapp.rollout.gateway.session import Session
+from rayapp.rollout.group import run_group
+from rayapp.rollout.sources import open_sources
 from rayapp.storage.base import hash_bytes
 from rayapp.storage.media import MOST_PICTURES, compact
 from rayapp.storage.models.pictures import PictureProcessor, load_pictures
@@ -29,6 +33,9 @@ from support import make
 from support.picture_models import bomb, picture, save_picture_model
 
 RED, BLUE, WIDE = picture(), picture((0, 0, 255)), picture((0, 255, 0), (112, 56))
+
+
+MARKED = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 class Served:
@@ -223,3 +230,52 @@ async def test_a_text_that_looks_like_a_placeholder_stays_text(serve: Any) -> No
     assert request[0] == RequestId("group", 0, turn=1)
     assert len(request[2].media) == 1
     assert isinstance(request[2].media[0], Picture)
+
+
+AGENT = """
+import json, os, openai
+task = json.load(open(os.environ["RAYAPP_TASK_FILE"]))
+print(task["prompt"])
+client = openai.OpenAI(max_retries=0)
+client.chat.completions.create(model=os.environ["RAYAPP_MODEL"], messages=task["messages"])
+"""
+
+
+async def test_an_external_agent_gets_the_pictures_of_its_row_as_data_uris(
+    model: Path, processor: PictureProcessor, tmp_path: Path
+) -> None:
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "<image>as in<image>?<image>"}],
+        "images": ["red.png", "blue.png", "red.png"],
+        "reward_model": {"ground_truth": "4"},
+    }
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "blue.png").write_bytes(BLUE)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    external = {"command": [sys.executable, "-c", AGENT]}
+    config = make.config(
+        model, tasks=[str(tmp_path / "rows.jsonl")], agent={"name": "external_agent", "external": external}
+    )
+    tokenizer: Any = load_tokenizer(config.model)
+    engine = make.engine(tokenizer, lambda name, ids: "#### 4")
+
+    sources = await open_sources(config, None)  # type: ignore[arg-type]
+    try:
+        (source,) = sources.opened
+        request = make.request()
+        group, _ = await run_group(
+            request, await source.problem(request, seed=0), source.agent, sandboxes=None, engine=engine,  # type: ignore[arg-type]
+            sampling=SamplingParams(max_tokens=20), group_size=2, seed=0, deadline_s=60.0,
+        )  # fmt: skip
+    finally:
+        await sources.close()
+
+    text = f"<|im_start|>user\n{MARKED}as in{MARKED}?{MARKED}<|im_end|>\n<|im_start|>assistant\n"
+    shown = [RED, BLUE, RED]
+    ids, media = processor.expand(tokenizer.encode(text, add_special_tokens=False), shown, [(56, 56)] * 3)
+    assert [(list(asked), each.media) for _, asked, each in engine.requests if each.media] == [(ids, media)] * 2
+    assert [(each.media, each.reward.value) for each in group.trajectories] == [(media, 1.0)] * 2
+    assert group.trajectories[0].agent_output == "<image>as in<image>?<image>\n"
+    assert group.pictures == {hash_bytes(RED): RED, hash_bytes(BLUE): BLUE}
+    assert group.prompt.messages == ({"role": "user", "content": "<image>as in<image>?<image>"},)
