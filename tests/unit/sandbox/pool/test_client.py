@@ -8,7 +8,7 @@ import pytest
 
 from rayapp.core.errors import DeadlineError, SandboxDeadlineError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.leases import Fate, Lease
+from rayapp.sandbox.leases import Lease
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
 from support.fake_sandboxes import FakeProvider
@@ -37,8 +37,8 @@ class FarPool:
             raise DeadlineError("sandbox-pool.acquire did not answer")
         return await asyncio.shield(call)
 
-    async def release(self, lease_id: int, fate: Fate) -> None:
-        self._pool.release(lease_id, fate)
+    async def release(self, lease_id: int, is_clean: bool) -> None:
+        self._pool.release(lease_id, is_clean=is_clean)
         if self.unanswered_releases:
             self.unanswered_releases -= 1
             raise DeadlineError("sandbox-pool.release did not answer")
