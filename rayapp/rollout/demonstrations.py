@@ -160,7 +160,7 @@ def _raw_rows(path: Path) -> Iterator[Any]:
                 for batch in file.iter_batches(batch_size=256):
                     yield from map(_without_filled_in, batch.to_pylist())
             return
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             yield from (row for _, row in json_lines(lines, str(path)))
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file") from None
