@@ -244,7 +244,8 @@ def test_tools_and_calls_are_read_from_json_text(read: Read) -> None:
         "tools": json.dumps(row["tools"]),
     }
 
-    (of_data,), (of_texts,) = read(row, template=CALLS).rows, read(texts, template=CALLS).rows
+    template = CALLS.replace("m.tool_calls", "(m.tool_calls or [])")
+    (of_data,), (of_texts,) = read(row, template=template).rows, read(texts, template=template).rows
     assert of_data.token_ids.tolist() == of_texts.token_ids.tolist()
 
 
