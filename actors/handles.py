@@ -50,7 +50,7 @@ from rayapp.core.types import (
 from rayapp.engine.weights.sync import TransferRanks
 from rayapp.learner.shares import Shares
 from rayapp.rollout.order import GroupRequest
-from rayapp.sandbox.leases import Fate, Lease
+from rayapp.sandbox.leases import Lease
 
 T = TypeVar("T")
 
@@ -303,8 +303,8 @@ class SandboxPoolHandle(Handle):
         ref = self.actor.acquire.remote(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
         return await self.answered("acquire", ref, timeout_s + 10.0)
 
-    async def release(self, lease_id: int, fate: Fate) -> None:
-        await self.call("release", lease_id, fate, timeout_s=10.0)
+    async def release(self, lease_id: int, is_clean: bool) -> None:
+        await self.call("release", lease_id, is_clean, timeout_s=10.0)
 
     async def reclaim(self, holder: str) -> int:
         return await self.call("reclaim", holder, timeout_s=10.0)

@@ -14,7 +14,7 @@ from actors.metrics import Reporter
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.logs import label_logs
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.leases import Fate, Lease
+from rayapp.sandbox.leases import Lease
 from rayapp.sandbox.pool.build import build_pool, tend_for_ever
 
 log = logging.getLogger(__name__)
@@ -47,8 +47,8 @@ class PoolActor(Restartable):
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int | None = None) -> Lease:
         return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
 
-    async def release(self, lease_id: int, fate: Fate) -> None:
-        self._pool.release(lease_id, fate)
+    async def release(self, lease_id: int, is_clean: bool) -> None:
+        self._pool.release(lease_id, is_clean=is_clean)
 
     async def reclaim(self, holder: str) -> int:
         """Take back the leases of a holder that is dead. Return their number."""

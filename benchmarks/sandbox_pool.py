@@ -32,7 +32,6 @@ from actors.handles import SandboxPoolHandle
 from actors.spawn import kill, spawn
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.leases import Fate
 from rayapp.sandbox.pool.build import PoolHere, open_pool
 from rayapp.sandbox.pool.client import Pool
 
@@ -66,7 +65,7 @@ async def timed(pool: Pool, holder: str, timeout_s: float = 120.0) -> float:
     started = time.perf_counter()
     lease = await pool.acquire(holder, SPEC, timeout_s=timeout_s, lease_id=secrets.randbits(62))
     waited_s = time.perf_counter() - started
-    await pool.release(lease.lease_id, Fate.CLEAN)
+    await pool.release(lease.lease_id, True)
     return waited_s
 
 
@@ -100,7 +99,7 @@ async def at_once(pool: SandboxPoolHandle) -> Numbers:
     granted_s = time.perf_counter() - started
     stats = await pool.stats()
     distinct = len({lease.connection.sandbox_id for lease in leases if lease.connection is not None})
-    await asyncio.gather(*(pool.release(lease.lease_id, Fate.DIRTY) for lease in leases))
+    await asyncio.gather(*(pool.release(lease.lease_id, False) for lease in leases))
     started = time.perf_counter()
     while (await pool.stats())["sandbox/plugin/alive"]:  # noqa: ASYNC110  (the actor tells in no other way)
         await asyncio.sleep(0.05)

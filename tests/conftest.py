@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Set before transformers or Ray is imported: tests must not wait for an unreachable hub, nor report usage.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -37,8 +37,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONP
 for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
     os.environ.pop(name, None)
 
-# Hypothesis' limit of 200 ms per example is too short on a busy machine.
-settings.register_profile("busy machine", settings.default, deadline=None)
+# Hypothesis' limits of 200 ms per example, and of a second to draw some, are too short on a busy machine.
+suppressed = [HealthCheck.too_slow]
+settings.register_profile("busy machine", settings.default, deadline=None, suppress_health_check=suppressed)
 settings.load_profile("busy machine")
 
 DATA = Path(__file__).parent / "data"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol
 
 from rayapp.core.protocols import Sandbox, SandboxProvider
@@ -38,14 +37,6 @@ class Lease:
     expires_at: float  # on the pool's clock, in seconds
     provider: str = "local"
     connection: Connection | None = None  # None if the holder makes the sandbox itself (`local`)
-
-
-class Fate(StrEnum):
-    """State of a sandbox when its lease ends."""
-
-    CLEAN = "clean"  # every call was answered, no code was stopped: after a check it may be leased again
-    DIRTY = "dirty"
-    GONE = "gone"
 
 
 class ConnectedSandbox(Sandbox, Protocol):

@@ -13,7 +13,7 @@ from rayapp.config.sandbox import LocalConfig, McpConfig, SandboxConfig
 from rayapp.core.http import TokenBucket
 from rayapp.core.protocols import SandboxProvider
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.leases import APP_LABEL, APP_NAME, HOST_LABEL, RUN_LABEL, Fate, Lease, RemoteProvider
+from rayapp.sandbox.leases import APP_LABEL, APP_NAME, HOST_LABEL, RUN_LABEL, Lease, RemoteProvider
 from rayapp.sandbox.pool.client import PoolClient
 from rayapp.sandbox.pool.pool import LeasePool
 from rayapp.sandbox.pool.stock import Stock, StockRules
@@ -116,5 +116,5 @@ class PoolHere:
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease:
         return await self._pool.acquire(holder, spec, timeout_s=timeout_s, lease_id=lease_id)
 
-    async def release(self, lease_id: int, fate: Fate) -> None:
-        self._pool.release(lease_id, fate)
+    async def release(self, lease_id: int, is_clean: bool) -> None:
+        self._pool.release(lease_id, is_clean=is_clean)

@@ -16,17 +16,14 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol, TypeVar
 
 from rayapp.core.errors import (
-    DeadlineError,
-    ProcessUnavailableError,
     RayappError,
     SandboxConfigError,
     SandboxDeadlineError,
     SandboxError,
-    SandboxGoneError,
 )
 from rayapp.core.protocols import Sandbox, SandboxProvider
 from rayapp.core.types import CallReport, ExecResult, SandboxSpec
-from rayapp.sandbox.leases import Fate, Lease, RemoteProvider
+from rayapp.sandbox.leases import Lease, RemoteProvider
 from rayapp.sandbox.loopback import Loopback, loopback_of
 from rayapp.sandbox.pool.supply import CREATE_TIMEOUT_S
 
@@ -35,7 +32,7 @@ MARGIN_S = 65.0  # after a call's deadline; longer than every provider's own gra
 
 
 class LeasedSandbox:
-    """A leased sandbox: adds a second deadline to each call, and records the state in which it is returned (`Fate`).
+    """A leased sandbox: adds a second deadline to each call, and records whether it may be used again.
 
     `on_exec` is called after every execution with the provider's name and the seconds.
     """
@@ -45,7 +42,7 @@ class LeasedSandbox:
         inner: Sandbox,
         on_exec: Callable[[str, float], None] = lambda provider, seconds: None,
     ) -> None:
-        self.fate = Fate.CLEAN
+        self.is_clean = True
         self._inner = inner
         self._on_exec = on_exec
 
@@ -66,7 +63,7 @@ class LeasedSandbox:
     ) -> ExecResult:
         if stateful:
             # The sandbox must not be used again: variables stay in the interpreter, where no check can see them.
-            self.fate = Fate.DIRTY
+            self.is_clean = False
         run = self._inner.run_code(
             code, timeout_s=timeout_s, stdin=stdin, stateful=stateful, max_output_bytes=max_output_bytes
         )
@@ -99,7 +96,7 @@ class LeasedSandbox:
         await self._watched(self._inner.extend(ttl_s, timeout_s=timeout_s), timeout_s)
 
     async def kill(self, *, timeout_s: float = 10.0) -> None:
-        self.fate = Fate.GONE
+        self.is_clean = False
         await self._watched(self._inner.kill(timeout_s=timeout_s), timeout_s)
 
     async def _timed(self, call: Coroutine[object, object, T], timeout_s: float) -> T:
@@ -113,30 +110,26 @@ class LeasedSandbox:
         try:
             async with asyncio.timeout(timeout_s + MARGIN_S):
                 return await call
-        except SandboxGoneError:
-            self.fate = Fate.GONE
-            raise
         except SandboxError:
-            self.fate = Fate.DIRTY
+            self.is_clean = False
             raise
         except TimeoutError:
-            self.fate = Fate.DIRTY
+            self.is_clean = False
             raise SandboxDeadlineError(
                 f"sandbox {self.id}: no answer within {timeout_s + MARGIN_S:g} s to a call with timeout_s {timeout_s:g}"
             ) from None
         except asyncio.CancelledError:
             # The sandbox must not be used again, because the call may still run in it.
-            self.fate = Fate.DIRTY
+            self.is_clean = False
             raise
 
     def _seen(self, result: ExecResult) -> ExecResult:
         if result.stopped_for is not None:
-            self.fate = Fate.DIRTY
+            self.is_clean = False
         return result
 
 
 log = logging.getLogger(__name__)
-_RELEASE_ATTEMPTS = 30
 _CLOSE_WAIT_S = 1.0
 
 
@@ -145,7 +138,7 @@ class Pool(Protocol):
 
     async def acquire(self, holder: str, spec: SandboxSpec, *, timeout_s: float, lease_id: int) -> Lease: ...
 
-    async def release(self, lease_id: int, fate: Fate) -> None:
+    async def release(self, lease_id: int, is_clean: bool) -> None:
         """Return a lease. If it was not granted yet, its request is withdrawn, even if it arrives later. Idempotent."""
         ...
 
@@ -164,7 +157,6 @@ class PoolClient:
     on_exec: Callable[[str, float], None] = lambda provider, seconds: None  # called after every execution
     # for a sandbox that this process makes, even if the caller would wait longer
     create_timeout_s: float = CREATE_TIMEOUT_S
-    retry_every_s: float = 2.0  # to return a lease while the pool does not answer
     _late: set[asyncio.Task[None]] = field(default_factory=set, init=False)
 
     @asynccontextmanager
@@ -187,22 +179,15 @@ class PoolClient:
             raise  # the pool refused the lease
         except (RayappError, asyncio.CancelledError):
             # Return the lease: the pool may have granted it, or may still grant it, and no caller would use it.
-            self._in_background(self._give_back(lease_id, Fate.DIRTY), f"give up lease {lease_id} of {self.holder}")
+            self._in_background(self._give_back(lease_id, is_clean=False), f"give up lease {lease_id} of {self.holder}")
             raise
 
-    async def _give_back(self, lease_id: int, fate: Fate, num_left: int = _RELEASE_ATTEMPTS) -> None:
+    async def _give_back(self, lease_id: int, *, is_clean: bool) -> None:
         try:
-            await self.pool.release(lease_id, fate)
+            await self.pool.release(lease_id, is_clean)
         except RayappError as error:
+            # Not tried again: a pool that is only slow still receives the call, and one that has died has no leases.
             log.warning("%s: lease %d was not returned to the pool: %s", self.holder, lease_id, error)
-            # A pool that has died has no leases. After the last attempt the lease expires by itself.
-            if isinstance(error, DeadlineError | ProcessUnavailableError) and num_left:
-                again = self._give_back_later(lease_id, fate, num_left - 1)
-                self._in_background(again, f"return lease {lease_id} of {self.holder}")
-
-    async def _give_back_later(self, lease_id: int, fate: Fate, num_left: int) -> None:
-        await asyncio.sleep(self.retry_every_s)
-        await self._give_back(lease_id, fate, num_left)
 
     def _in_background(self, work: Coroutine[object, object, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -224,7 +209,7 @@ class PoolClient:
 
     async def _release(self, lease: Lease, sandbox: LeasedSandbox | None) -> None:
         # A local sandbox ends first: otherwise the pool could allow another while it still runs.
-        fate = sandbox.fate if sandbox is not None else Fate.DIRTY
+        is_clean = sandbox is not None and sandbox.is_clean
         try:
             if lease.connection is None and sandbox is not None:
                 await sandbox.kill()
@@ -232,7 +217,7 @@ class PoolClient:
             # Keep the execution's result. The provider's own time limit will end the sandbox.
             log.warning("%s: a sandbox could not be ended: %s", self.holder, error)
         finally:
-            await self._give_back(lease.lease_id, fate)
+            await self._give_back(lease.lease_id, is_clean=is_clean)
 
     async def close(self) -> None:
         """End every sandbox of this process. Idempotent."""

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 
 from rayapp.core.errors import SandboxError, SandboxUnavailableError
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.leases import Fate, Lease
+from rayapp.sandbox.leases import Lease
 from rayapp.sandbox.pool.stock import Stock
 from rayapp.sandbox.pool.supply import IDLE_TIMEOUT_S, StockItem
 
-__all__ = ["Fate", "Lease", "LeasePool"]
 _MIN_NAP_S = 0.005
 _MAX_NAP_S = 5.0
 _GIVEN_UP_KEPT = 1024
@@ -143,14 +142,15 @@ class LeasePool:
         failure = self.stock.supply.last_error if self.stock is not None else ""
         return f"{text} Last failure: {failure}" if failure else text
 
-    def release(self, lease_id: int, fate: Fate = Fate.DIRTY) -> None:
-        """End a lease, or the wait for it. A lease that has already ended is ignored."""
+    def release(self, lease_id: int, *, is_clean: bool = False) -> None:
+        """End a lease, or the wait for it. A lease that has already ended is ignored. Only a clean sandbox, whose calls
+        were all answered and whose code ended by itself, may be leased again, after a check."""
         held = self._leases.pop(lease_id, None)
         if held is None:
             self._withdraw(lease_id)
             return
         if held.item is not None and self.stock is not None:
-            self.stock.give_back(held.item, is_clean=fate is Fate.CLEAN)
+            self.stock.give_back(held.item, is_clean=is_clean)
             if (lane := self._lanes.get(held.item.spec)) is not None:
                 lane.num_in_use -= 1
         self.pump()

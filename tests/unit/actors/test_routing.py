@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.routing import GroupCalls, Router
@@ -64,7 +64,6 @@ def test_a_cohort_is_dealt_out_by_place_although_its_ids_have_gaps() -> None:
     assert [neighbours(r.cohort, 2) for r in requests] == [2, 1, 2]
 
 
-@settings(deadline=None)
 @given(
     num_servers=st.integers(1, 5),
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayapp.core.types import VersionSpan
@@ -35,7 +35,6 @@ def test_one_that_was_cancelled_is_forgotten() -> None:
     assert versions.end("a", 2, 1) == (VersionSpan(policy_version=2, num_tokens=1),)
 
 
-@settings(deadline=None)
 @given(tokens_by_version=st.lists(st.integers(0, 5), min_size=1, max_size=8))
 def test_the_spans_say_what_each_version_sampled(tokens_by_version: list[int]) -> None:
     versions, total = TokenVersions(), 0

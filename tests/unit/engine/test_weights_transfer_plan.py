@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.handles import VllmServerHandle
@@ -67,7 +67,6 @@ def test_a_transport_that_cannot_work_is_refused_with_one_that_can(
 
 
 @given(num_servers=st.integers(1, 8), tp=st.sampled_from([1, 2, 4, 8]))
-@settings(deadline=None)
 def test_every_worker_of_every_server_has_a_rank_of_its_own(num_servers: int, tp: int) -> None:
     plan = transfer_plan(config(num_servers=num_servers, tensor_parallel_size=tp).server, "nccl")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayapp.config.config import Config, with_values
@@ -65,7 +65,6 @@ GROUPS = st.lists(st.lists(st.integers(1, 2000), min_size=2, max_size=6), min_si
 
 
 @given(groups=GROUPS, num_ranks=st.integers(1, 9), num_minibatches=st.integers(1, 3))
-@settings(deadline=None)
 def test_every_trajectory_goes_to_exactly_one_rank(
     groups: list[list[int]], num_ranks: int, num_minibatches: int
 ) -> None:
@@ -78,7 +77,6 @@ def test_every_trajectory_goes_to_exactly_one_rank(
 
 
 @given(groups=GROUPS, num_ranks=st.integers(1, 9))
-@settings(deadline=None)
 def test_the_busiest_rank_is_ahead_by_one_trajectory_at_most(groups: list[list[int]], num_ranks: int) -> None:
     summaries = [summary(position, sizes) for position, sizes in enumerate(groups)]
     loads = [tokens(mine, summaries) for mine in deal(summaries, config(), num_ranks)]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rayapp.config.config import Config
@@ -128,7 +128,6 @@ def test_a_torn_checkpoint_does_not_take_the_place_of_a_whole_one(tmp_path: Path
 scores = st.lists(st.none() | st.floats(-1.0, 1.0), min_size=1, max_size=12)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no reason to fail
 @given(scores=scores, keep_last=st.integers(1, 4), keep_best=st.integers(0, 4))
 def test_what_is_kept_is_the_newest_and_the_best_and_nothing_else(
     scores: list[float | None], keep_last: int, keep_best: int

@@ -17,7 +17,7 @@ from rayapp.core.errors import (
     SandboxUnavailableError,
 )
 from rayapp.core.types import SandboxSpec
-from rayapp.sandbox.leases import RUN_LABEL, Fate
+from rayapp.sandbox.leases import RUN_LABEL
 from rayapp.sandbox.pool.build import build_pool, labels_of
 from rayapp.sandbox.pool.pool import LeasePool
 from support.fake_sandboxes import FakeProvider
@@ -52,7 +52,7 @@ async def test_a_sandbox_is_made_on_demand_labelled_and_ended_after_one_lease() 
     async with opened(provider) as pool:
         lease = await pool.acquire("worker", SPEC, timeout_s=30)
         assert provider.living[lease.connection.sandbox_id][RUN_LABEL] == "run-1"
-        pool.release(lease.lease_id, Fate.CLEAN)
+        pool.release(lease.lease_id, is_clean=True)
         await until(lambda: provider.killed == [lease.connection.sandbox_id])
 
 
@@ -86,7 +86,7 @@ async def test_no_more_live_than_the_provider_allows_and_who_waits_gets_the_next
         second = asyncio.ensure_future(pool.acquire("b", SPEC, timeout_s=30))
         await asyncio.sleep(0)
         assert len(provider.living) == 1
-        pool.release(first.lease_id, Fate.DIRTY)
+        pool.release(first.lease_id)
         lease = await second
         assert lease.connection != first.connection
 
@@ -172,7 +172,7 @@ async def test_a_used_sandbox_serves_again_only_while_it_looks_as_new_and_not_pa
         for _ in uses:
             lease = await pool.acquire("worker", SPEC, timeout_s=30)
             ids.append(lease.connection and lease.connection.sandbox_id)
-            pool.release(lease.lease_id, Fate.CLEAN)
+            pool.release(lease.lease_id, is_clean=True)
         assert ids == [f"fake-{number}" for number in uses]
         assert pool.stats().get("sandbox/plugin/soiled", 0) == num_soiled
 
@@ -190,7 +190,7 @@ async def test_a_sandbox_whose_check_fails_in_an_unexpected_way_is_ended(which: 
     async with opened(provider, max_uses=10, fake={"max_sandboxes": 1}) as pool:
         waiting = asyncio.ensure_future(pool.acquire("worker", SPEC, timeout_s=60))
         if which == "used":
-            pool.release((await waiting).lease_id, Fate.CLEAN)
+            pool.release((await waiting).lease_id, is_clean=True)
         await until(lambda: provider.killed == ["fake-1"])
         waiting.cancel()
 
@@ -288,7 +288,7 @@ async def test_with_many_failing_calls_everybody_is_served_and_nothing_is_left()
     async def use(number: int) -> None:
         lease = await pool.acquire(f"worker-{number % 3}", SPEC, timeout_s=120)
         await asyncio.sleep(0.001)
-        pool.release(lease.lease_id, Fate.CLEAN)
+        pool.release(lease.lease_id, is_clean=True)
 
     await asyncio.gather(*(use(number) for number in range(200)))
     await pool.close(timeout_s=5.0)
