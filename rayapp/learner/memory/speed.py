@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from rayapp.config.bundles import bundles_of, num_gpus_of
 from rayapp.config.config import Config, frozen_models, with_number_formats
 from rayapp.config.learner import LearnerSection
 from rayapp.config.sections import ServerSection
@@ -103,7 +104,8 @@ def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan)
         speeds[name] = score(own, learner, load, gpu, is_compiled=is_compiled)
     speeds["train"] = train(shape, learner, load, gpu, is_compiled=is_compiled)
     speeds["optimizer"] = optimizer(shape, learner, config.train.num_minibatches, gpu)
-    speeds["weight sync"] = weight_sync(shape, learner, config.server.weight_transport, gpu)
+    num_gpus = num_gpus_of(bundles_of(config, on_gpu=True))
+    speeds["weight sync"] = weight_sync(shape, learner, config.server.weight_transport, gpu, num_gpus=num_gpus)
     if config.cluster.placement == "colocated":
         speeds["sleep, wake"] = sleep_and_wake(shape, learner, server)
     return speeds
@@ -270,13 +272,15 @@ def attention_flops(shape: ModelShape, num_attended: float) -> float:
 
 
 def _gather_s(shape: ModelShape, learner: LearnerSection, gpu: Gpu, *, is_backward: bool) -> float:
-    """Return the seconds of a micro-batch's collectives: weights for each pass, and gradients."""
-    if learner.num_learners == 1:
-        return 0.0
+    """Return the seconds of a micro-batch's collectives: weights for each pass within a replica, and gradients, whose
+    shards the replicas add up."""
+    num_shards = learner.num_learners // learner.replicas
     own = shape.num_parameters - shape.num_elsewhere
     gathered = ELEMENT_BYTES[learner.compute_dtype] * own * (2 if is_backward else 1)
     reduced = FLOAT32 * (shape.num_adapter_parameters or own) if is_backward else 0
-    return (gathered + reduced) / (LINK_SHARE * _link_gb_s(learner.num_learners, gpu) * 1e9)
+    within_s = (gathered + reduced) / _link_gb_s(num_shards, gpu) if num_shards > 1 else 0.0
+    between_s = 2 * reduced / num_shards / _link_gb_s(learner.num_learners, gpu) if learner.replicas > 1 else 0.0
+    return (within_s + between_s) / (LINK_SHARE * 1e9)
 
 
 def _link_gb_s(num_gpus: int, gpu: Gpu) -> float:
@@ -290,10 +294,10 @@ def optimizer(shape: ModelShape, section: LearnerSection, num_minibatches: int, 
     return Speed(seconds=num_minibatches * moved / (gb_s * 1e9), flops=0.0, num_gpus=section.num_learners)
 
 
-def weight_sync(shape: ModelShape, section: LearnerSection, transport: str, gpu: Gpu) -> Speed:
-    """Estimate gathering and sending the weights in bfloat16: two passes over the slowest link."""
+def weight_sync(shape: ModelShape, section: LearnerSection, transport: str, gpu: Gpu, *, num_gpus: int) -> Speed:
+    """Estimate gathering and sending the weights in bfloat16: two passes over the slowest link of all GPUs."""
     num_bytes = 2 * (shape.num_adapter_parameters if section.lora.sends_adapter else shape.num_parameters)
-    gb_s = LINK_SHARE * _link_gb_s(section.num_learners, gpu)
+    gb_s = LINK_SHARE * _link_gb_s(num_gpus, gpu)
     if transport == "object_store":
         gb_s = HOST_GB_S / 10  # 4 copies: export, object store, shared memory, the servers' GPUs
     return Speed(seconds=2 * num_bytes / (gb_s * 1e9), flops=0.0, num_gpus=section.num_learners)

@@ -31,6 +31,7 @@ from rayapp.learner.memory.plan import (
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, gpu_called, model_shape
 from rayapp.learner.memory.speed import (
     Speed,
+    _gather_s,
     generate,
     late_generation,
     score,
@@ -38,6 +39,7 @@ from rayapp.learner.memory.speed import (
     step_speeds,
     step_timeline,
     train,
+    weight_sync,
 )
 from rayapp.learner.memory.token_budget import compare_with_plan
 from scripts import fit_table
@@ -232,6 +234,17 @@ def test_an_asynchronous_step_takes_as_long_as_its_slower_side() -> None:
     assert step_seconds(config, rows) == pytest.approx(max(of["generate"], learners))
     in_turns = with_values(config, train={"max_staleness": 0})
     assert step_seconds(in_turns, rows) == pytest.approx(of["generate"] + learners)
+
+
+def test_only_what_crosses_nodes_is_planned_at_the_speed_of_their_network() -> None:
+    gpu, config = gpu_called("h100"), shared_config()
+    one, two = (with_values(config, learner={"num_learners": 16, "replicas": n}).learner for n in (1, 2))
+    eight = with_values(config, learner={"num_learners": 8}).learner
+
+    within, across = (weight_sync(SHAPE, eight, "nccl", gpu, num_gpus=n).seconds for n in (8, 16))
+    assert across > within
+    whole, halves = (_gather_s(SHAPE, each, gpu, is_backward=True) for each in (one, two))
+    assert halves < whole
 
 
 def test_adapters_are_counted_without_weights(tiny_model: Path) -> None:
