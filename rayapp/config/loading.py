@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from pydantic import ValidationError
 
 from rayapp.config.algorithm import ADV_ESTIMATORS, POLICY_LOSSES, AlgorithmSection
@@ -120,7 +120,8 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
             raise ConfigError(f"{where}: " + "; ".join(f"{key} is now called {name}" for key, name in old.items()))
         config = Config.model_validate(values)
     except OmegaConfBaseException as error:
-        escape = ". Write a literal ${ as \\${" if "nterpolation" in str(error) else ""
+        is_of_reference = isinstance(error, GrammarParseError) or "nterpolation" in str(error)
+        escape = ". Write a literal ${ as \\${" if is_of_reference else ""
         raise ConfigError(f"{where}: {first_line(error)}{escape}") from error
     except ValidationError as error:
         raise ConfigError(f"{where}:{_indented(explain(error, Config, ALIASES))}") from error

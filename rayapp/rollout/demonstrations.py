@@ -160,7 +160,7 @@ def _raw_rows(path: Path) -> Iterator[Any]:
                 for batch in file.iter_batches(batch_size=256):
                     yield from map(_without_filled_in, batch.to_pylist())
             return
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             yield from (row for _, row in json_lines(lines, str(path)))
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file") from None
@@ -193,7 +193,8 @@ def _of_row(
         asked, messages = [], _messages(row, "messages")
     else:
         raise ValueError(f"the row has {', '.join(sorted(has)) or 'no fields'}: it must have {KINDS}")
-    render = partial(_render, tokenizer, template, row.get("tools") or None)
+    tools = _data(row.get("tools") or [], "tools", list, "a list")
+    render = partial(_render, tokenizer, template, tools or None)
     shown = read([*asked, *messages])
     yield from ((each, shown) for each in _of_conversation(shown.messages, len(asked), render, tokenizer))
 
@@ -329,11 +330,11 @@ def _messages(row: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
 
 def _with_parsed_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
     # Arguments are objects in rollouts, JSON text in OpenAI's form.
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
+    calls = _data(message.get("tool_calls") or [], f"{where}.tool_calls", list, "a list")
     parsed = [_with_parsed_arguments(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return message | {"tool_calls": parsed}
+    if "function_call" in message:
+        raise ValueError(f"{where}.function_call is OpenAI's old form, which templates leave out: give tool_calls")
+    return message | ({"tool_calls": parsed} if parsed else {})
 
 
 def _with_parsed_arguments(call: Any, where: str) -> Any:
@@ -341,15 +342,20 @@ def _with_parsed_arguments(call: Any, where: str) -> Any:
         return call
     if isinstance(function := call.get("function"), dict):
         return call | {"function": _with_parsed_arguments(function, f"{where}.function")}
-    if not isinstance(told := call.get("arguments"), str):
+    if "arguments" not in call:
         return call
+    return call | {"arguments": _data(call["arguments"], f"{where}.arguments", dict, "an object")}
+
+
+def _data(value: Any, where: str, kind: type, what: str) -> Any:
+    """Return a field's data, which some data sets write as JSON text."""
     try:
-        arguments = json.loads(told or "{}")
+        found = json.loads(value.strip() or "{}") if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise TypeError(f"{where}.arguments is {told!r:.60}, which is not the JSON of an object")
-    return call | {"arguments": arguments}
+        found = None
+    if not isinstance(found, kind):
+        raise TypeError(f"{where} is {value!r:.60}, which is not the JSON of {what}")
+    return found
 
 
 def _not_empty(value: Any, what: str) -> None:

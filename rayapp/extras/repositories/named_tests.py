@@ -207,8 +207,11 @@ class TestRun:
     def outcomes_of(self, name: str) -> list[bool]:
         """Return the outcomes of the tests that a name means. SWE-bench cuts many names at a blank, as in
         `test_x[(AttributeError,`: they mean all tests that begin so."""
-        if name in self.outcomes or "[" not in name or name.endswith("]"):
+        if name in self.outcomes or "[" not in name:
             return [self.outcomes[name]] if name in self.outcomes else []
+        at_blank = [passed for each, passed in self.outcomes.items() if each.startswith(f"{name} ")]
+        if at_blank or name.endswith("]"):
+            return at_blank
         return [passed for each, passed in self.outcomes.items() if each.startswith(name)]
 
 

@@ -204,7 +204,7 @@ async def _fill(
 
 
 def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
-    text = data.decode(errors="replace").strip()
+    text = data.decode("utf-8-sig", errors="replace").strip()
     try:
         value = _value_of(json.loads(text)) if is_json else float(text)
     except (ValueError, TypeError, OverflowError, RecursionError):

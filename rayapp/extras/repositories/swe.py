@@ -17,6 +17,7 @@ import logging
 import re
 import subprocess
 import tarfile
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -348,7 +349,7 @@ def _named_tests(fields: Mapping[str, Any], options: SweOptions, *, brings_pytes
 
 
 def _list_of(text: str) -> Any:
-    for read in (json.loads, ast.literal_eval):
+    for read in (json.loads, _python_list):
         try:
             return read(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -356,9 +357,20 @@ def _list_of(text: str) -> Any:
     return None
 
 
+def _python_list(text: str) -> Any:
+    # numpy writes no commas, so that Python would join neighbouring texts to one.
+    value = ast.literal_eval(text)
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+        return value
+    tokens = tokenize.generate_tokens(io.StringIO(text.strip()).readline)
+    return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]
+
+
 def _names(value: Any, column: str, row: str) -> tuple[str, ...]:
-    """Return the names of a list, or of a list as text of JSON or Python, without blanks and empty names."""
+    """Return the names of a list, or of a list as text of JSON, Python or numpy, without blanks and empty names."""
     names = _list_of(value) if isinstance(value, str) else value or []
+    if isinstance(names, list | tuple):
+        names = ["" if name is None else name for name in names]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"its {column.upper()} is {value!r:.80}: it must be a list of names, or its JSON text")
     stripped = [name.strip() for name in names]

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,8 @@ def _names(functions: Sequence[Any]) -> list[str]:
     for function in functions:
         plain = getattr(function, "func", function)  # of functools.partial
         name = str(getattr(plain, "__name__", type(plain).__name__))
-        taken = sum(each == name or each.startswith(f"{name}_") for each in names)
-        names.append(name if name not in names else f"{name}_{taken + 1}")
+        numbered = chain([name], (f"{name}_{number}" for number in count(2)))
+        names.append(next(each for each in numbered if each not in names))
     return names
 
 

@@ -317,7 +317,7 @@ _MOST_SLIPS = 3  # Letters that a misspelt key may have too many or too few.
 
 
 def _unknown(key: str) -> str:
-    """Return the error message for an unknown key, with a similar key of the same section if there is one."""
+    """Return the error message for an unknown key, with a similar key of the same or a similar section."""
     if "@" in key:
         return (
             f"{key}: it selects another file of verl's configuration, which can't be imported; give that file's keys "
@@ -329,9 +329,10 @@ def _unknown(key: str) -> str:
     section, _, name = key.rpartition(".")
     names = [known.rpartition(".")[2] for known in TABLE if known.rpartition(".")[0] == section]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
-    near = [each for each in near if abs(len(each) - len(name)) <= _MOST_SLIPS]
+    near = [f"{section}.{each}" for each in near if abs(len(each) - len(name)) <= _MOST_SLIPS]
+    near = near or difflib.get_close_matches(key, TABLE, n=1, cutoff=0.95)
     return f"{key}: " + (
-        f"unknown key; did you mean {section}.{near[0]}?" if near else "rayapp has no rule for this key; leave it out"
+        f"unknown key; did you mean {near[0]}?" if near else "rayapp has no rule for this key; leave it out"
     )
 
 

@@ -40,9 +40,10 @@ class ToolCall:
 
     @property
     def parsed(self) -> Any:
-        """The arguments as data, or as text if they are not JSON. Some clients write an empty text for no arguments."""
+        """The arguments as data, or as text if they are not JSON. Some clients write a blank text or null for none."""
         try:
-            return json.loads(self.arguments or "{}")
+            found = json.loads(self.arguments.strip() or "{}")
+            return {} if found is None else found
         except (ValueError, RecursionError):
             return self.arguments
 

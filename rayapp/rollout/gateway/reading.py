@@ -201,6 +201,7 @@ def structured_form(value: Any) -> Form | None:
 
 
 _DEFS = ("$defs", "definitions")  # today's key of a JSON schema, and that of older drafts
+_WHOLE = ""  # name of a tool's whole schema among the definitions
 
 
 def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -> Form:
@@ -230,7 +231,9 @@ def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -
 def _apart(parameters: Mapping[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a tool's schema, and its definitions under names that no other tool has."""
     own = _renamed(dict(parameters), number)
-    return own, {f"{key}_{number}": value for part in _DEFS for key, value in (own.pop(part, None) or {}).items()}
+    found = {f"{key}_{number}": value for part in _DEFS for key, value in (own.pop(part, None) or {}).items()}
+    is_named = f"#/$defs/{_WHOLE}_{number}" in json.dumps(own) + json.dumps(found)
+    return own, found | ({f"{_WHOLE}_{number}": own} if is_named else {})
 
 
 def _renamed(value: Any, number: int) -> Any:
@@ -243,6 +246,8 @@ def _renamed(value: Any, number: int) -> Any:
     match str(found.get("$ref")).split("/"):
         case ["#", part, name, *below] if part in _DEFS:
             found["$ref"] = "/".join(["#", "$defs", f"{name}_{number}", *below])
+        case ["#", *below]:  # the tool's whole schema, or another part of it
+            found["$ref"] = "/".join(["#", "$defs", f"{_WHOLE}_{number}", *below])
     return found
 
 

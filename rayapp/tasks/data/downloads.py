@@ -13,7 +13,7 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -201,49 +201,109 @@ def _load_file(path: Path, cache: Path) -> Any:
     if _LOADERS[path.suffix] == "parquet":
         return load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(cache))
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return _in_columns(*(_csv_rows(data) if path.suffix == ".csv" else _json_rows(data)))
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    # A byte that is not UTF-8 becomes half of a surrogate pair, which no row may have.
+    text = data.decode("utf-16", "surrogatepass") if is_utf16 else data.decode("utf-8-sig", "surrogateescape")
+    return _in_columns(*(_csv_rows(text) if path.suffix == ".csv" else _json_rows(text)))
 
 
+_ITEM = re.compile(r"[^\s,\]]")
+_LINE_OF_OBJECT = re.compile(r"\n\s*(?={)")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 # Line -> row, and (line, reason) of the lines that hold no row.
 _Found = tuple[dict[int, dict[str, Any]], list[tuple[int, str]]]
 
 
-def _json_rows(data: bytes) -> _Found:
-    # JSON lines, or one JSON list, whose numbers then stand for lines
-    data = data.removeprefix(codecs.BOM_UTF8)
-    if data.lstrip()[:1] == b"[":
-        listed = json.loads(data)
-        good = {i: row for i, row in enumerate(listed, start=1) if isinstance(row, dict)}
-        return good, [(i, "it is not an object") for i in range(1, len(listed) + 1) if i not in good]
+def _json_rows(text: str) -> _Found:
     rows, bad = dict[int, dict[str, Any]](), list[tuple[int, str]]()
-    for number, line in enumerate(data.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode())
-        except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-            bad.append((number, f"it is not JSON in UTF-8: {error}"))
-            continue
-        if isinstance(row, dict):
-            rows[number] = row
+    for number, found in _listed(text) if text.lstrip()[:1] == "[" else _lines(text):
+        if isinstance(found, ValueError | RecursionError):
+            bad.append((number, f"it is not JSON in UTF-8: {found}"))
+        elif not isinstance(found, dict):
+            bad.append((number, f"it is {found!r:.40}, not an object"))
+        elif wrong := _wrong_bytes(json.dumps(found, ensure_ascii=False)):
+            bad.append((number, f"it is not JSON in UTF-8: {wrong}"))
         else:
-            bad.append((number, f"it is {line[:40]!r}, not an object"))
+            rows[number] = found
     return rows, bad
 
 
-def _csv_rows(data: bytes) -> _Found:
-    text = data.removeprefix(codecs.BOM_UTF8).decode(errors="surrogateescape")
-    reader = csv.reader(io.StringIO(text, newline=""))
+def _lines(text: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield number, _value(json.loads, line)
+
+
+def _listed(text: str) -> Iterator[tuple[int, Any]]:
+    """Yield the items of a JSON list, each with the line on which it begins; instead of a broken item its error, and
+    then the items from the next line on that begins with an object."""
+    place, counted, number = text.index("[") + 1, 0, 1
+    while (found := _ITEM.search(text, place)) is not None:
+        number, counted = number + text.count("\n", counted, found.start()), found.start()
+        item = _value(json.JSONDecoder().raw_decode, text, found.start())
+        is_broken = isinstance(item, ValueError | RecursionError)
+        yield number, item if is_broken else item[0]
+        following = _LINE_OF_OBJECT.search(text, found.start()) if is_broken else None
+        if is_broken and following is None:
+            break
+        place = following.end() if following else item[1]
+
+
+def _value(read: Callable[..., Any], *given: Any) -> Any:
+    """Return what `read` returns, or its error as a value."""
+    try:
+        return read(*given)
+    except (ValueError, RecursionError) as error:
+        return error
+
+
+def _wrong_bytes(text: str) -> str:
+    """Return why a text can't be UTF-8; empty if it can."""
+    if text.isascii() or (found := _SURROGATE.search(text)) is None:
+        return ""
+    code = ord(found[0]) - 0xDC00
+    return f"can't decode byte {code:#x}" if 0x80 <= code <= 0xFF else "it has half of a surrogate pair"
+
+
+def _csv_rows(text: str) -> _Found:
+    lines = io.StringIO(text, newline="").readlines()
+    form: Any = {"delimiter": max(",;\t", key="".join(lines[:1]).count), "skipinitialspace": True}
     csv.field_size_limit(1 << 30)
-    names, rows, bad, number = next(reader, []), dict[int, dict[str, Any]](), list[tuple[int, str]](), 2
-    for cells in reader:
-        if not all(cell.isprintable() or cell.encode(errors="replace").decode() == cell for cell in cells):
-            bad.append((number, "it is not UTF-8"))
-        elif cells and len(cells) != len(names):
-            bad.append((number, f"it has {len(cells)} fields, and the first line has {len(names)}"))
+    rows, bad, names, place = dict[int, dict[str, Any]](), list[tuple[int, str]](), list[str](), 0
+    reader = csv.reader(lines, **form)
+    while (cells := next(reader, None)) is not None:
+        number, place = place + 1, place + reader.line_num
+        reader = csv.reader((lines[i] for i in range(place, len(lines))), **form)
+        wrong = _wrong_bytes("".join(cells))
+        if cells and len(cells) != len(names) > 0:
+            wrong = f"it has {len(cells)} fields, and the first line has {len(names)}"
+        if place - number > 0 and (wrong or _is_open(lines[number - 1 : place], form)):
+            # A quote that nothing closes takes many lines: only its own is bad.
+            place, wrong = number, wrong or "its quote is not closed"
+            reader = csv.reader((lines[i] for i in range(place, len(lines))), **form)
+        if wrong and names:
+            bad.append((number, wrong))
+        elif wrong:
+            raise InputError(f"the first line has the columns' names, but {wrong}")
+        elif not names:
+            names = [cell.strip() for cell in cells]
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise InputError(f"the first line names the columns {', '.join(twice)} twice: rename one of each")
         elif cells:
             rows[number] = {name: cell or None for name, cell in zip(names, cells, strict=True)}
-        number = reader.line_num + 1
+    _with_numbers(rows, names)
+    return rows, bad
+
+
+def _is_open(lines: Sequence[str], form: Mapping[str, Any]) -> bool:
+    """Return True if a record's quote is still open at its end."""
+    try:
+        return next(csv.reader(lines, strict=True, **form), None) is None
+    except csv.Error as error:
+        return "end of data" in str(error)
+
+
+def _with_numbers(rows: Mapping[int, dict[str, Any]], names: Sequence[str]) -> None:
     for name in names:
         column = [row[name] for row in rows.values() if row[name] is not None]
         for kind in (int, float):
@@ -255,7 +315,6 @@ def _csv_rows(data: bytes) -> _Found:
                 for row in rows.values():
                     row[name] = None if row[name] is None else typed[row[name]]
                 break
-    return rows, bad
 
 
 def _in_columns(rows: Mapping[int, Mapping[str, Any]], bad: Sequence[tuple[int, str]]) -> Examples:
@@ -268,6 +327,8 @@ def _in_columns(rows: Mapping[int, Mapping[str, Any]], bad: Sequence[tuple[int, 
         values = [row.get(name) for row in rows.values()]
         try:
             columns[name] = pa.array(values).to_pylist()
+            if {type(each) for each in values} >= {int, float}:  # Arrow would write the answer 4 as 4.0
+                raise OverflowError
         except (pa.ArrowException, OverflowError):
             columns[name] = [each if isinstance(each, str | None) else json.dumps(each) for each in values]
     found = [{name: column[i] for name, column in columns.items()} for i in range(len(rows))]

@@ -94,7 +94,7 @@ def _with_whole_paths(row: dict[str, Any], folder: Path) -> dict[str, Any]:
 def json_rows(content: bytes, path: Path, *, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the rows of a .jsonl or .json file; every one must have `columns`."""
     try:
-        text = content.decode()
+        text = content.decode("utf-8-sig")
         is_lines = path.suffix == ".jsonl"
         rows: Any = [row for _, row in json_lines(text.split("\n"), str(path))] if is_lines else json.loads(text)
     except ValueError as error:

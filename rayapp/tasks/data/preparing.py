@@ -174,7 +174,8 @@ def _with_test_split(examples: Examples, mapper: Mapper, ratio: float) -> dict[s
 
 
 def _prompt_key(row: Row) -> str:
-    return " ".join(json.dumps(row["prompt"], sort_keys=True, default=str).split())
+    prompt = [{**message, "content": str(message["content"]).split()} for message in row["prompt"]]
+    return json.dumps(prompt, sort_keys=True, default=str)
 
 
 def _noting_repeats(

@@ -217,6 +217,7 @@ def test_expansions_of_a_shell_are_passed_on(tmp_path: Path, word: str) -> None:
 
 
 def test_a_reference_to_no_key_shows_the_escape() -> None:
-    with pytest.raises(ConfigError, match=r"no_such.*literal \$\{ as \\\$\{"):
-        load_config(None, ["run.name=${no_such.key}"])
+    for name in ("${no_such.key}", "${no_such", "${no such}"):
+        with pytest.raises(ConfigError, match=r"such|' s'.*literal \$\{ as \\\$\{"):
+            load_config(None, [f"run.name={name}"])
     assert load_config(None, ["run.seed=3", "run.name=x${run.seed}"]).run.name == "x3"

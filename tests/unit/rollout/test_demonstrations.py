@@ -229,14 +229,38 @@ def calling(arguments: Any) -> dict[str, Any]:
     return {"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}]}
 
 
-@pytest.mark.parametrize("arguments", [{"t": "a"}, '{"t": "a"}', ' {"t":"a"} '])
+@pytest.mark.parametrize("arguments", [{"t": "a"}, '{"t": "a"}', ' {"t":"a"} \n'])
 def test_arguments_of_a_call_are_learned_as_data(read: Read, chat_tokenizer: Any, arguments: Any) -> None:
     (row,) = read(calling(arguments), template=ARGUMENTS).rows
 
     assert text(chat_tokenizer, row, learned=True) == '{"t": "a"}<|im_end|>'
 
 
-@pytest.mark.parametrize("arguments", ["t=a", '["a"]', '{"t": '])
+def test_tools_and_calls_are_read_from_json_text(read: Read) -> None:
+    row = calling({"t": "a"}) | {"tools": [{"type": "function", "function": {"name": "look"}}]}
+    ask, call = row["messages"]
+    texts = {
+        "messages": [ask, call | {"tool_calls": json.dumps(call["tool_calls"])}],
+        "tools": json.dumps(row["tools"]),
+    }
+
+    template = CALLS.replace("m.tool_calls", "(m.tool_calls or [])")
+    (of_data,), (of_texts,) = read(row, template=template).rows, read(texts, template=template).rows
+    assert of_data.token_ids.tolist() == of_texts.token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"tools": "look"}, r"row 0: tools is 'look', which is not the JSON of a list"),
+     ({"messages": [ASK, ANSWER | {"tool_calls": "look"}]}, r"row 0: messages\[1\]\.tool_calls is 'look'"),
+     ({"messages": [ASK, ANSWER | {"function_call": {"name": "look", "arguments": "{}"}}]}, "give tool_calls")],
+)  # fmt: skip
+def test_tools_and_calls_in_another_form_are_refused_by_row(read: Read, change: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        read(calling({}) | change, template=CALLS)
+
+
+@pytest.mark.parametrize("arguments", ["t=a", '["a"]', '{"t": ', ["a"], 5, "null"])
 def test_arguments_that_are_no_json_are_refused_by_row(read: Read, arguments: str) -> None:
     with pytest.raises(InputError, match=r"row 0: messages\[1\]\.tool_calls\[0\].* is not the JSON of an object"):
         read(calling(arguments), template=ARGUMENTS)

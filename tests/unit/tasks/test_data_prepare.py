@@ -271,6 +271,8 @@ DIRTY = {
     b'{"prompt": "x", "answer": ': "not JSON",
     b'{"prompt": "", "answer": 1}': "column prompt is empty",
     b"[1, 2]": "not an object",
+    b'{"prompt": "\\ud83d?", "answer": 1}': "half of a surrogate pair",
+    b'{"prompt": "a\x00?", "answer": 1}': "not JSON",
     b'{"prompt": "' + b"x" * 600_000 + b'", "answer": 1}': "600,000 characters, more than the maximum",
 }
 
@@ -285,8 +287,58 @@ async def test_real_data_is_converted_without_its_bad_lines_which_have_numbers(t
 
     assert report.num_written == 50
     found = sorted(report.bad, key=lambda each: int(each.split()[1].strip(":")))
-    assert [each.partition(":")[0] for each in found] == [f"line {number}" for number in range(10, 15)]
+    assert [each.partition(":")[0] for each in found] == [f"line {number}" for number in range(10, 17)]
     assert all(why in told for why, told in zip(DIRTY.values(), found, strict=True)), found
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig", "utf-8"])
+@pytest.mark.parametrize("indent", [None, 2])
+async def test_a_list_loses_only_its_broken_items(tmp_path: Path, encoding: str, indent: int | None) -> None:
+    items = [json.dumps({"prompt": f"Zürich {n}?", "answer": n}, indent=indent, ensure_ascii=False) for n in range(9)]
+    text = "[\n" + ",\n".join([*items[:4], '{"prompt": "x" "answer": 1}', "7", *items[4:]]) + "\n]"
+    (tmp_path / "mine.json").write_bytes(text.encode(encoding))
+    job = Preparation(name="own", source=str(tmp_path / "mine.json"), out=str(tmp_path / "out"), own=OwnColumns())
+
+    (report,) = await prepare(replace(job, max_bad_ratio=0.3))
+
+    first = 2 + 4 * (1 + items[0].count("\n"))
+    assert report.bad[0].partition(":")[0] == f"line {first}"
+    assert report.num_written == 9
+    assert read(tmp_path / "out" / "train.parquet")[8]["prompt"][0]["content"] == "Zürich 8?"
+
+
+@pytest.mark.parametrize(
+    ("rows", "bad", "num_written"),
+    [
+        ('a?,1\nb?,"2\nc?,3\nd?,4\n', ["line 3"], 3),
+        ('a?,1\n"b?,2\nc?,3\nd?,"4"\n', ["line 3"], 3),
+        ('a?,1\n\nb?,2,\nc?\n"d ""x"", e?",4\n', ["line 4", "line 5"], 2),
+        ('a?, 1\n b?, "2"\n', [], 2),
+    ],
+)
+@pytest.mark.parametrize(("mark", "encoding"), [(",", "utf-8"), (";", "utf-8-sig"), ("\t", "utf-16")])
+async def test_a_table_in_another_form_loses_only_its_bad_lines(
+    tmp_path: Path, rows: str, bad: list[str], num_written: int, mark: str, encoding: str
+) -> None:
+    text = f"prompt, answer\n{rows}".replace(",", mark)
+    (tmp_path / "mine.csv").write_bytes(text.encode(encoding))
+    job = Preparation(name="own", source=str(tmp_path / "mine.csv"), out=str(tmp_path / "out"), own=OwnColumns())
+
+    (report,) = await prepare(replace(job, max_bad_ratio=0.6))
+
+    assert ([each.partition(":")[0] for each in report.bad], report.num_written) == (bad, num_written)
+    assert {row["reward_model"]["ground_truth"] for row in read(tmp_path / "out" / "train.parquet")} <= set("1234")
+
+
+async def test_a_number_stays_as_it_is_written_beside_others(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "answer": n} for n in (1, 2.5, 3)]
+    write_jsonl(tmp_path / "mine.jsonl", rows)
+    job = Preparation(name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns())
+
+    await prepare(job)
+
+    truths = [row["reward_model"]["ground_truth"] for row in read(tmp_path / "out" / "train.parquet")]
+    assert truths == ["1", "2.5", "3"]
 
 
 async def test_a_table_of_text_loses_only_its_bad_lines(tmp_path: Path) -> None:
@@ -302,13 +354,14 @@ async def test_a_table_of_text_loses_only_its_bad_lines(tmp_path: Path) -> None:
 
 
 async def test_rows_with_the_same_prompt_are_in_one_split_and_reported(tmp_path: Path) -> None:
-    rows = [{"prompt": f"What is {n % 20}?", "answer": n} for n in range(60)]
+    blanks = ("What is {}?", " What  is {}?\u00a0", "What\nis\t{}?\n")
+    rows = [{"prompt": blanks[n // 20].format(n % 20), "answer": n} for n in range(60)]
     write_jsonl(tmp_path / "mine.jsonl", rows)
     job = Preparation(name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns())
 
     reports = await prepare(replace(job, test_ratio=0.2))
 
-    prompts = [{row["prompt"][0]["content"] for row in read(tmp_path / "out" / f"{split}.parquet")}
+    prompts = [{" ".join(row["prompt"][0]["content"].split()) for row in read(tmp_path / "out" / f"{split}.parquet")}
                for split in ("train", "test")]  # fmt: skip
     assert prompts[0] & prompts[1] == set()
     assert [report.num_written for report in reports] == [48, 12]

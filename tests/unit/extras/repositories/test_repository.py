@@ -204,6 +204,7 @@ async def test_an_audit_tells_which_cheats_a_trusted_script_pays_without_sentine
         ("""echo '{"accuracy": true}' > /logs/verifier/reward.json""", 1.0),
         ("""echo '{"speed": 1, "style": 1}' > /logs/verifier/reward.json""", "bad_reward"),
         ("echo 0.25 > /logs/verifier/reward.json", 0.25),
+        ("printf '\\357\\273\\2770.25' > /logs/verifier/reward.json", 0.25),
         ("echo '[1]' > /logs/verifier/reward.json", "bad_reward"),
         ("echo 2 > /logs/verifier/reward.txt", "bad_reward"),
         ("echo nan > /logs/verifier/reward.txt", "bad_reward"),

@@ -239,18 +239,23 @@ def test_a_row_that_cannot_be_used_is_named_and_counted(
 
 def test_names_of_tests_are_read_as_public_data_sets_write_them(tmp_path: Path, mirrors: Path) -> None:
     first, second = "tests/test_stats.py::test_even[values0-2.5]", "tests/test_stats.py::test_empty"
-    told = {"FAIL_TO_PASS": str([f"{first} ", second]), "PASS_TO_PASS": ["", " tests/test_stats.py::test_odd", "  "]}
-    task = load(write(tmp_path, row(mirrors) | told), mirrors)
-    assert task.folder.named.names == (first, second, "tests/test_stats.py::test_odd")
+    stays = ["", " tests/test_stats.py::test_odd", "  ", None]
+    for told in (str([f"{first} ", second]), f"['{first}'\n '{second}']", str((first, second)), [first, None, second]):
+        task = load(write(tmp_path, row(mirrors) | {"FAIL_TO_PASS": told, "PASS_TO_PASS": stays}), mirrors)
+        assert task.folder.named.names == (first, second, "tests/test_stats.py::test_odd")
 
 
 def test_a_name_that_is_cut_means_all_tests_that_begin_so() -> None:
     outcomes = {"t.py::test_x[(AttributeError, 'a')]": True, "t.py::test_x[(AttributeError, 'b')]": True,
-                "t.py::test_x[(KeyError, 'b')]": False, "t.py::test_y[a b]": True}  # fmt: skip
+                "t.py::test_x[(KeyError, 'b')]": False, "t.py::test_y[a b]": True, "t.py::test_y[a]": False,
+                "t.py::test_y[[1] [2]]": True, "t.py::test_y[[10] 2]": False}  # fmt: skip
     run = TestRun(outcomes=outcomes, problem="", told="", seconds=0.0)
 
     assert run.passes("t.py::test_x[(AttributeError,")
     assert run.passes("t.py::test_y[a")
+    assert run.passes("t.py::test_y[[1]")
+    assert not run.passes("t.py::test_y[a]")
+    assert not run.passes("t.py::test_y[[10]")
     assert not run.passes("t.py::test_x[(KeyError,")
     assert not run.passes("t.py::test_x[(")
     assert not run.passes("t.py::test_x[(IndexError,")

@@ -167,6 +167,16 @@ def times(completions: list[str], k: float, trainer_state: Any = None, **_: Any)
     return [k for _ in completions]
 
 
+class Constant:
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [self._value]
+
+    say = __call__
+
+
 async def score_of(run: GivenRun, text: str, index: int = 0) -> dict[str, float]:
     row = pq.read_table(run.config.tasks[0]).to_pylist()[index]
     with giving(run.objects):
@@ -180,12 +190,23 @@ async def score_of(run: GivenRun, text: str, index: int = 0) -> dict[str, float]
         [functools.partial(times, k=1), functools.partial(times, k=2)],
         [lambda completions, **_: [1.0], lambda completions, **_: [2.0]],
         [functools.partial(times, k=1), lambda completions, **_: [2.0]],
+        [Constant(1.0), Constant(2.0)],
+        [Constant(1.0).say, Constant(2.0).say],
     ],
 )
 async def test_two_functions_are_two_terms_whatever_their_names(tmp_path: Path, functions: list[Any]) -> None:
     found = await score_of(translated(tmp_path, {}, reward_funcs=functions), "x")
     assert found["score"] == 3.0
     assert sorted(found.values()) == [1.0, 2.0, 3.0]
+
+
+async def test_a_number_in_a_functions_own_name_is_no_other_functions_term(tmp_path: Path) -> None:
+    def times_3(completions: list[str], **_: Any) -> list[float]:
+        return [10.0]
+
+    functions = [times_3, functools.partial(times, k=1), functools.partial(times, k=2)]
+    found = await score_of(translated(tmp_path, {}, reward_funcs=functions), "x")
+    assert sorted(found.values()) == [1.0, 2.0, 10.0, 13.0]
 
 
 async def test_functions_that_name_completion_ids_get_them(tmp_path: Path) -> None:

@@ -280,9 +280,14 @@ def test_a_default_of_verl_that_keeps_every_checkpoint_is_in_the_table(seed_yaml
 
 def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean data\.train_batch_size") as caught:
-        imported(seed_yaml, "data.train_batchsize=8", "actor_rollout_ref.rollout.warp_speed=9")
+        imported(
+            seed_yaml, "data.train_batchsize=8", "actor_rollout_ref.rollout.warp_speed=9", "algorithm.filter_group.x=1",
+            "trainers.nnodes=1",
+        )  # fmt: skip
 
     assert "actor_rollout_ref.rollout.warp_speed" in str(caught.value)
+    assert "algorithm.filter_group.x: rayapp has no rule" in str(caught.value)
+    assert "did you mean trainer.nnodes?" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,23 @@ def test_tools_keep_their_own_definitions(key: str) -> None:
     assert key in tools[0].parameters
 
 
-@pytest.mark.parametrize(("arguments", "parsed"), [("", {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ("a", "a")])
+def test_a_reference_to_a_tools_whole_schema_names_its_own() -> None:
+    def tree(name: str, value: str) -> ToolSchema:
+        kids, twin = {"type": "array", "items": {"$ref": "#"}}, {"$ref": "#/properties/value"}
+        properties = {"value": {"const": value}, "twin": twin, "kids": kids}
+        return ToolSchema(name=name, description="", parameters={"type": "object", "properties": properties})
+
+    form: Any = call_form([tree("read", "a"), tree("write", "b")], None, several=True).structured["json"]
+    validator = Draft202012Validator(form)
+
+    for value, wanted in (("a", [True, False]), ("b", [False, True])):
+        arguments = {"kids": [{"value": value, "kids": [{"twin": value}]}]}
+        calls = [[{"name": name, "arguments": arguments}] for name in ("read", "write")]
+        assert [validator.is_valid(call) for call in calls] == wanted
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parsed"), [("", {}), (" \n", {}), ("null", {}), ("{}", {}), ('{"a": 1}', {"a": 1}), ("a", "a")]
+)
 def test_arguments_of_a_call_in_a_history_are_data(arguments: str, parsed: object) -> None:
     assert ToolCall(id="1", name="look", arguments=arguments).parsed == parsed
