@@ -1,4 +1,6 @@
-"""A tiny model learns to name the colour of a picture, cannot learn it from blank pictures, and resumes to the bit."""
+"""A tiny model learns to name the colour of a picture, cannot learn it from blank pictures, and resumes to the bit.
+
+Rows of Geometry3K's form go through `data prepare`, a warm-up on demonstrations with pictures, and three steps."""
 
 from __future__ import annotations
 
@@ -133,3 +135,41 @@ def test_a_run_on_pictures_resumes_to_the_bit(outputs: Path) -> None:
         }
     weights, again = (load_file(folder / "final" / "model.safetensors") for folder in (before, seen))
     assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
+
+
+def test_geometry3k_rows_train_after_a_warm_up_on_pictures(warm_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "raw").mkdir()
+    images = [[{"bytes": picture((60 * i, 0, 0)), "path": None}] for i in range(4)]
+    problems = [{"images": shown, "problem": "<image>Find x.", "answer": "3"} for shown in images]
+    pq.write_table(pa.Table.from_pylist(problems), tmp_path / "raw" / "train.parquet")
+    options = ["--source", str(tmp_path / "raw"), "--out", str(tmp_path / "data")]
+    subprocess.run([sys.executable, "-m", "rayapp", "data", "prepare", "geometry3k", *options], cwd=ROOT, check=True)
+    asked, said = {"role": "user", "content": "<image>Find x."}, {"role": "assistant", "content": "3"}
+    pq.write_table(
+        pa.Table.from_pylist([{"messages": [asked, said], "images": shown} for shown in images]),
+        tmp_path / "shown.parquet",
+    )
+    config = {
+        "run": {"name": "geometry", "output_dir": str(tmp_path)},
+        "model": {"path": str(warm_model)},
+        "tasks": [str(tmp_path / "data" / "train.parquet")],
+        "agent": {"name": "single_turn_agent"},
+        "reward": {"custom": f"{ROOT / 'configs' / 'geometry3k_reward.py'}:compute_score"},
+        "data": {"cache_dir": str(tmp_path / "cache")},
+        "cluster": {"device": "cpu", "dashboard": False},
+        "warmup": {"num_steps": 3, "files": [str(tmp_path / "shown.parquet")], "lr": 1e-3},
+        "algorithm": {"entropy_coef": 1e-3},  # a gradient also where all rewards are 0
+        "rollout": {"group_size": 2, "max_prompt_tokens": 256, "max_completion_tokens": 8},
+        "train": {"num_steps": 3, "groups_per_step": 4},
+        "learner": {"compute_dtype": "float32", "cpu_threads": 1, "max_tokens_per_microbatch": 2048},
+        "server": {"kv_cache_gib": 0.1, "cpu_threads": 1, "dtype": "float32"},
+    }
+    (tmp_path / "geometry.yaml").write_text(yaml.safe_dump(config))
+    train(tmp_path / "geometry.yaml")
+
+    shown_losses = [record["sft/loss"] for record in records(tmp_path / "geometry-sft")]
+    steps = records(tmp_path / "geometry")
+    assert len(shown_losses) == 3
+    assert shown_losses[2] < shown_losses[0]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["learner/grad_norm"] > 0 and step["rollout_probs_diff/max"] < 1e-3 for step in steps)
