@@ -80,8 +80,8 @@ class ModelSection(FrozenModel):
     model's own training lower its quality."""
     quantization: Literal["none", "nf4"] = "none"
     """Format of the frozen weights under adapters. nf4: learners keep the matrices of the decoder's layers in 4 bits
-    (QLoRA); norms, embeddings and head keep learner.compute_dtype. Servers compute with the same rounded weights. Needs
-    learner.lora.rank, and the package bitsandbytes (docs/learner.md#four-bits)."""
+    (QLoRA); norms, embeddings and head keep learner.compute_dtype. Servers compute with the same rounded weights, but
+    `rayapp eval` with the model's own. Needs learner.lora.rank, and bitsandbytes (docs/learner.md#four-bits)."""
     freeze_vision: bool = True
     """Don't train the part of a model that reads pictures (vision tower and projection). Its weights are not sent to
     the servers then."""

@@ -38,7 +38,7 @@ from actors.starting import (
     spawn_servers,
 )
 from rayapp.config.bundles import asked_servers, bundles_of, num_gpus_of
-from rayapp.config.config import Config, explain_number_formats, with_addresses, with_number_formats
+from rayapp.config.config import Config, explain_number_formats, with_addresses, with_number_formats, with_values
 from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
@@ -64,7 +64,6 @@ from rayapp.engine.weights.sync import (
     transfer_plan,
 )
 from rayapp.rollout.container_images import ImagePlacement, PromptImages
-from rayapp.storage.models.adapters import without_learners
 
 __all__ = [
     "Cluster",
@@ -222,8 +221,8 @@ async def open_cluster(
     when the run has its GPUs, before any process loads a model. `report` gets a line for each event. `stand_ins` are
     for tests and benchmarks. ConfigError: Ray can't be reached, or has too few GPUs.
     """
-    if not with_learners:
-        config = config.model_copy(update={"model": without_learners(config.model)})
+    if not with_learners:  # weights are rounded only under adapters: a folder's are merged with its adapter
+        config = with_values(config, model={"quantization": "none"})
     async with _session(config, report, stand_ins) as started:
         cluster = await _start(
             config, started, with_learners=with_learners, report=report, on_lease=on_lease, images=images

@@ -22,7 +22,6 @@ from rayapp.core.types import Group, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.learner.shares import Share
 from rayapp.runs.layout import EXPORTED
-from rayapp.storage.models.adapters import without_learners
 from support import make
 from support.family_trial import rounded_copy
 from support.learners import MAX_LOG_PROB_DIFFERENCE
@@ -136,7 +135,7 @@ async def test_a_run_in_4_bits_goes_on_from_another_ones_final_folder_with_its_a
     assert np.abs(before - trained).max() > 4 * MAX_LOG_PROB_DIFFERENCE
     assert np.abs(found - trained).max() < MAX_LOG_PROB_DIFFERENCE
 
-    alone = later.model_copy(update={"model": without_learners(later.model)})
+    alone = with_values(later, model={"quantization": "none"})
     for config, sent in ((later, buckets), (alone, None)):
         server = VllmServer(config, 0)
         try:

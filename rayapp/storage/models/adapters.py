@@ -45,8 +45,3 @@ def beneath(adapter: Mapping[str, Tensor], name: str, weight: Any, rows: Any = .
         return weight
     down = adapter[f"{module}.lora_A.weight"]
     return weight.float() - up[rows].to(weight.device) @ down.to(weight.device)  # (rows, rank) @ (rank, in)
-
-
-def without_learners(model: ModelSection) -> ModelSection:
-    """Return the model of servers that get no adapter from a learner: they sample from the merged weights."""
-    return model.model_copy(update={"quantization": "none"}) if keeps_adapter(model) else model
