@@ -66,7 +66,7 @@ from rayapp.learner.sequence import (
 from rayapp.learner.state.lora import add_adapters
 from rayapp.learner.state.packed import pack_linears
 from rayapp.learner.state.pretrained import generation_config, load_pretrained, start_adapters
-from rayapp.storage.models.adapters import keeps_adapter
+from rayapp.storage.models.adapters import has_merged_adapter
 
 log = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -234,7 +234,7 @@ def policy_of(causal_lm: Any, section: ModelSection, learner: LearnerSection, *,
         training_mode(causal_lm)
     if trainable and learner.router_replay:
         model.replay = RouterReplay(causal_lm)
-    if learner.lora.rank > 0 and (trainable or keeps_adapter(section)):
+    if learner.lora.rank > 0 and (trainable or (section.quantization == "nf4" and has_merged_adapter(section.path))):
         with torch.device("meta"):
             add_adapters(causal_lm, learner.lora)
         if not trainable:

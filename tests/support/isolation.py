@@ -386,10 +386,10 @@ class AttackResult:
 async def try_attack(sandbox: LocalSandbox, attack: Attack, canary: Canary) -> AttackResult:
     """Run one attack, then an honest program, then check that the decoys are unchanged."""
     try:
-        facts = {**canary.facts, "has_image": sandbox.has_image, **await _earlier_execution(sandbox, attack)}
+        facts = {**canary.facts, "has_image": sandbox._image is not None, **await _earlier_execution(sandbox, attack)}
         report = await sandbox.call_function(attack.source, "attack", [[facts]], timeout_s=attack.timeout_s)
         problems = [
-            *judge(attack, report, on_image=sandbox.has_image),
+            *judge(attack, report, on_image=sandbox._image is not None),
             *await canary.damage(),
             *await _honest_problems(sandbox),
         ]

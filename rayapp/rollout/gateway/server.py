@@ -148,10 +148,6 @@ class Gateway:
     def url(self) -> str:
         return self._listening.url
 
-    @property
-    def num_sessions(self) -> int:
-        return len(self._sessions)
-
     @contextmanager
     def session(
         self,

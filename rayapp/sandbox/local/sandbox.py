@@ -77,10 +77,6 @@ class LocalSandbox:
     def isolation(self) -> str:
         return self.slot.level
 
-    @property
-    def has_image(self) -> bool:
-        return self._image is not None
-
     @asynccontextmanager
     async def loopback(self) -> AsyncIterator[Loopback]:
         """Open the sandbox's loopback (`rayapp.sandbox.loopback`), if its spec asks for one."""

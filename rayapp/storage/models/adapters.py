@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayapp.config.sections import ModelSection
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -19,18 +17,14 @@ PEFT_PREFIX = "base_model.model."
 _OF_A_RUN = "rayapp.json"  # beside weights that a run exported, so that its adapter is in them
 
 
-def keeps_adapter(model: ModelSection) -> bool:
-    return model.quantization != "none" and _has_adapter(model.path)
-
-
-def _has_adapter(path: str) -> bool:
+def has_merged_adapter(path: str) -> bool:
     folder = Path(path)
     return (folder / _OF_A_RUN).is_file() and (folder / "adapter").is_dir()
 
 
 def merged_adapter(path: str) -> dict[str, Tensor]:
     """Return the float32 tensors, by peft's names, of an adapter that is merged into the model; empty without one."""
-    if not _has_adapter(path):
+    if not has_merged_adapter(path):
         return {}
     from safetensors.torch import load_file
 

@@ -167,7 +167,7 @@ async def row_played(bench: Bench, text: str, place: bool, **options: Any) -> Pl
     """Let a program play the data row."""
     async with running(bench, text, place, **options) as (agent, sandboxes):
         played = await bench.play(problem_of_row(ROW, AnswerRewards()), agent, sandboxes)
-        assert agent._gateway.num_sessions == 0
+        assert not agent._gateway._sessions
         return played
 
 
