@@ -40,7 +40,6 @@ from rayapp.runs.checkpoints import CheckpointFolder
 from rayapp.runs.layout import (
     CHECKPOINTS,
     EVALUATIONS,
-    EXPORTED,
     FINAL,
     PARQUET,
     PROFILES,
@@ -51,6 +50,7 @@ from rayapp.runs.layout import (
 )
 from rayapp.runs.tracking.metrics import read_records
 from rayapp.runs.trajectories import write_trajectories, writing_trajectories
+from rayapp.storage.models.adapters import EXPORTED
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 METRICS, CHECKPOINTS, TRAJECTORIES, FINAL = "metrics.jsonl", "checkpoints", "trajectories", "final"
 EVALUATIONS, PROFILES = "evaluations", "profiles"
 PICTURES = "pictures"  # folder with each picture once, under its SHA-256
-EXPORTED = "rayapp.json"  # file in `final/` that names the model's run and step
 RECORDED = (TRAJECTORIES, EVALUATIONS)  # with a parquet file for each step
 PARQUET = ".parquet"
 _STEP = re.compile(r"step=(\d+)(?:\.parquet)?")

@@ -21,7 +21,7 @@ from rayapp.core.trajectories import summarize_group
 from rayapp.core.types import Group, RequestId, SamplingParams
 from rayapp.engine.weights.buckets import WeightBucket
 from rayapp.learner.shares import Share
-from rayapp.runs.layout import EXPORTED
+from rayapp.storage.models.adapters import EXPORTED
 from support import make
 from support.family_trial import rounded_copy
 from support.learners import MAX_LOG_PROB_DIFFERENCE

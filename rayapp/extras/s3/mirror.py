@@ -39,7 +39,6 @@ from rayapp.extras.s3.lock import LOCKS, RunLock, acquire
 from rayapp.runs.checkpoints import CheckpointFolder
 from rayapp.runs.layout import (
     CHECKPOINTS,
-    EXPORTED,
     FINAL,
     METRICS,
     PARQUET,
@@ -51,6 +50,7 @@ from rayapp.runs.layout import (
 from rayapp.runs.tracking.metrics import read_metrics
 from rayapp.storage.base import Storage
 from rayapp.storage.folders import MANIFEST, delete_manifests_first, put_folder, put_missing
+from rayapp.storage.models.adapters import EXPORTED
 from rayapp.storage.opening import open_storage
 from rayapp.storage.settings import S3Settings
 

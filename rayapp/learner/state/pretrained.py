@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -242,10 +241,9 @@ def own_rows(tensor: Tensor) -> Any:
     return slice(offset[0], offset[0] + shape[0])
 
 
-def start_adapters(
-    causal_lm: nn.Module, seed: int, lora: LoraSection, earlier: Mapping[str, Tensor] = MappingProxyType({})
-) -> None:
-    """Initialize adapters as peft does, with the same values for any number of ranks; or as an `earlier` run left them.
+def start_adapters(causal_lm: nn.Module, seed: int, lora: LoraSection, earlier: Mapping[str, Tensor]) -> None:
+    """Initialize adapters as an `earlier` run left them; without one, as peft does, with the same values for any number
+    of ranks.
 
     Raises:
         InputError: the earlier adapters are those of other layers or have another rank.

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PEFT_PREFIX = "base_model.model."
-_OF_A_RUN = "rayapp.json"  # beside weights that a run exported, so that its adapter is in them
+EXPORTED = "rayapp.json"  # file in a run's `final/` that names its run and step: its adapter is in the weights
 
 
 def has_merged_adapter(path: str) -> bool:
     folder = Path(path)
-    return (folder / _OF_A_RUN).is_file() and (folder / "adapter").is_dir()
+    return (folder / EXPORTED).is_file() and (folder / "adapter").is_dir()
 
 
 def merged_adapter(path: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What is read out of vLLM: the cause of a failure in its log, and the text of a completion."""
+"""vLLM's output gives the cause of a failure, and a completion the text that vLLM itself would write."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.learner.state.hf_folder import checkpoint_to_hf
 from rayapp.learner.state.packed import PackedLinear
 from rayapp.learner.supervised import log_probs_of
-from rayapp.runs.layout import EXPORTED
+from rayapp.storage.models.adapters import EXPORTED
 from rayapp.storage.models.nf4 import BYTES_PER_VALUE, is_packed, pack, shape_of, unpack
 from support import family_trial as trial
 from support.family_check import VOCABULARY, plain_model, subject_of
