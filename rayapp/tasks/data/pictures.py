@@ -48,7 +48,7 @@ Size = tuple[int, int]  # width and height
 def listed(row: Mapping[str, Any]) -> list[Any]:
     """Return the pictures of a row, as the file has them. Raises InputError: the column holds something else, or too
     many."""
-    found = next((row[name] for name in COLUMNS if row.get(name)), [])
+    found: Any = next((row[name] for name in COLUMNS if row.get(name)), [])
     pictures = found if isinstance(found, list) else [found]
     if len(pictures) > MOST_PICTURES:
         raise InputError(f"the row has {len(pictures)} pictures: at most {MOST_PICTURES} are allowed")
