@@ -26,10 +26,12 @@ from rayapp.storage.media import by_sha256
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.files import fetch_files
-from rayapp.tasks.data.pictures import COLUMNS, Pictured, PictureRows, picture_rows
+from rayapp.tasks.data.pictures import COLUMNS, Pictured, PictureRows, picture_rows, with_parts
 from rayapp.tasks.loading import load_tasks
 
 KINDS = "messages; prompt and completion; or token_ids and response_mask"
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields with a turn's thoughts, by template
+_CALL_PARTS = ("tool_use", "tool_result", "thinking", "redacted_thinking", "reasoning", "function_call")
 Render = Callable[..., str]  # (messages, add_generation_prompt) -> text of the chat template
 Found = tuple[str, Trajectory, Mapping[str, bytes]]  # file and row, demonstration, its pictures by SHA-256
 
@@ -126,11 +128,11 @@ def _shown(
 ) -> Pictured:
     """Return the messages, with parts for the row's pictures."""
     if not any(row.get(column) for column in COLUMNS):
-        return Pictured(tuple(messages))
+        return Pictured(with_parts(messages, 0))
     if pictures is None or not messages:
         needed = "messages, in which they have places" if pictures else "a model that reads pictures"
         raise ValueError(f"the row has images, which need {needed}")
-    return pictures.read([{"content": "", **message} for message in messages], row, folder, where)
+    return pictures.read(messages, row, folder, where)
 
 
 def _with_pictures(
@@ -193,7 +195,10 @@ def _of_row(
         asked, messages = [], _messages(row, "messages")
     else:
         raise ValueError(f"the row has {', '.join(sorted(has)) or 'no fields'}: it must have {KINDS}")
+    if row.get("functions"):
+        raise ValueError("functions is OpenAI's old form, which templates leave out: give tools")
     tools = _data(row.get("tools") or [], "tools", list, "a list")
+    tools = [_data(tool, f"tools[{i}]", dict, "an object") for i, tool in enumerate(tools)]
     render = partial(_render, tokenizer, template, tools or None)
     shown = read([*asked, *messages])
     yield from ((each, shown) for each in _of_conversation(shown.messages, len(asked), render, tokenizer))
@@ -249,7 +254,10 @@ def _of_conversation(
     All turns are in one sequence, as in a rollout. If the template changes earlier turns when later ones are added
     (Qwen3 removes their thoughts), a new sequence begins with the changed text.
     """
-    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+    # OpenAI's `weight: 0` leaves a turn out.
+    turns = [
+        i for i in range(first, len(messages)) if messages[i]["role"] == "assistant" and messages[i].get("weight", 1)
+    ]
     if not turns:
         raise ValueError("the row has no assistant message to learn from")
     parts: list[tuple[list[int], bool]] = []
@@ -285,6 +293,11 @@ def _turn(messages: Sequence[Mapping[str, Any]], i: int, render: Render, tokeniz
             f"message {i} can't be learned from: the chat template ends it with {answer[-40:]!r}, which has no token "
             "that ends a turn, so the policy would learn answers that never end. Name a template with such a token in "
             "agent.chat_template, or give token_ids and response_mask"
+        )
+    if str(messages[i].get(_THOUGHTS[0]) or "").strip() not in answer:
+        raise ValueError(
+            f"message {i} can't be learned from: the chat template leaves out its thoughts (reasoning_content). Write "
+            "them into the content as <think>...</think>, or remove them"
         )
     content = str(messages[i].get("content") or "")
     is_thought = content.lstrip().startswith("<think>") and content.count("</think>") == 1
@@ -334,7 +347,18 @@ def _with_parsed_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
     parsed = [_with_parsed_arguments(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     if "function_call" in message:
         raise ValueError(f"{where}.function_call is OpenAI's old form, which templates leave out: give tool_calls")
-    return message | ({"tool_calls": parsed} if parsed else {})
+    content = message.get("content", "")
+    if not isinstance(content, str | list):
+        raise TypeError(f"{where}.content is {content!r:.60}: it must be text, or a list of parts")
+    kinds = [part.get("type") for part in content if isinstance(part, dict)]
+    if other := next((kind for kind in kinds if kind in _CALL_PARTS), ""):
+        raise ValueError(
+            f"{where}.content has a part of type {other}, which templates leave out: give tool_calls, messages of the "
+            "role tool, and reasoning_content"
+        )
+    thoughts = next((message[name] for name in _THOUGHTS if message.get(name)), None)
+    thinking = dict.fromkeys(_THOUGHTS, thoughts) if thoughts else {}
+    return message | thinking | ({"tool_calls": parsed} if parsed else {})
 
 
 def _with_parsed_arguments(call: Any, where: str) -> Any:
@@ -350,7 +374,8 @@ def _with_parsed_arguments(call: Any, where: str) -> Any:
 def _data(value: Any, where: str, kind: type, what: str) -> Any:
     """Return a field's data, which some data sets write as JSON text."""
     try:
-        found = json.loads(value.strip() or "{}") if isinstance(value, str) else value
+        # `int` refuses NaN and Infinity, which are no JSON
+        found = json.loads(value.strip() or "{}", parse_constant=int) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, kind):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import html
 import re
 import textwrap
 from collections.abc import Sequence
@@ -21,11 +22,24 @@ from markdown_it import MarkdownIt
 
 from rayapp.core.syntax import answer_of, parse
 
-_PYTHON_LANGUAGES = frozenset({"python", "py", "python3", "pycon", "ipython"})
-_LANGUAGE = re.compile(r"[{.]*([\w+#-]+)")
+_PYTHON_LANGUAGES = frozenset({"python", "py", "pycon", "ipython", "cpython", "python_code", "tool_code"})
+_NO_LANGUAGE = frozenset({"text", "txt", "plaintext", "plain", "none", "code", "solution"})
+_LANGUAGE = re.compile(r"(?:\{code[\w-]*\}\s*|[{.]|lang(?:uage)?[-=:])*([\w+#-]*?)[\d-]*(?![\w+#-])", re.IGNORECASE)
+# A fence behind prose or code, or before a tag: models write it, CommonMark knows none.
+_GLUED = re.compile(
+    r"^(?![ \t>]*(?:(?:[-*+]|\d+[.)])[ \t>]*)?[`~])([^\n`]*[^\s`])[ \t]*(`{3,}[\w+#.-]*)[ \t]*$"
+    r"|^([ \t]*`{3,})[ \t]*(</\w.*)$",
+    re.MULTILINE,
+)
+_TAGGED = re.compile(
+    r"^[ \t]*(?:<pre\b[^<>]*>\s*)?(?:<(code|answer|solution)\b[^<>]*>\n?(.*?)(?:</\1>|\Z)"
+    r"|\[(?:PYTHON|BEGIN)\]\n?(.*?)(?:\[/PYTHON\]|\[DONE\]|\Z))",
+    re.MULTILINE | re.DOTALL,
+)
 _STARTS_CODE = re.compile(r"(?:(?:async\s+)?def|class|import|from)\b|@")
-_MARKUP = frozenset({"markdown", "md", "text"})
+_MARKUP = frozenset({"markdown", "md"})
 _MAX_TRIES = 12  # A hostile completion must not take seconds to find where the code ends (or begins).
+_MAX_CUTS = 4  # paragraphs of prose below a program without a fence
 _MARKDOWN = MarkdownIt("zero").enable(["blockquote", "code", "fence", "list"])
 _MARKDOWN.core.ruler.enableOnly(["block"])
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
@@ -68,22 +82,24 @@ def extract_program(completion: str) -> str | None:
     if marked:
         return _until_fence(marked[-1])
     above = textwrap.dedent(_before_fences(text)).strip()
-    program = _program_below_prose(above)
-    blocks = [block for block in _fenced_blocks(text) if block.strip()]
+    program = _program_in_prose(above)
+    blocks = [_until_fence(block) for block in _fenced_blocks(text)[:-_MAX_TRIES:-1] if block.strip()]
+    programs = list(filter(_is_program, blocks))
     # A first fence without a language may close the program, and later "blocks" may be the text between blocks.
-    if program and not _first_language(text) and not any(map(_is_program, blocks[-_MAX_TRIES:])):
+    if program and not _first_language(text) and not programs:
         return program
-    parsing = (block for block in blocks[:-_MAX_TRIES:-1] if parse(block) is not None)
-    return next(parsing, _until_fence(blocks[-1])) if blocks else program or above or None
+    parsing = (block for block in blocks if parse(block) is not None)
+    return next(chain(programs, parsing, blocks), program or above or None)
 
 
 def marked_block(completion: str, languages: frozenset[str]) -> str:
     """Return the last block marked with one of these languages, else the last one without a language, else an empty
     string; without any fence the whole text."""
     text = _answer(completion)
-    blocks = [(language.lower(), body) for language, body in _blocks(text) if body.strip()]
+    blocks = [(language, body) for language, body in _blocks(text) if body.strip()]
     marked = [body for language, body in blocks if language in languages]
-    unmarked = [body for language, body in blocks if not language]
+    unmarked = [body for language, body in blocks if not language or language in _NO_LANGUAGE]
+    unmarked = [body for body in unmarked if _num_code_marks(body)] or unmarked
     found = marked or unmarked
     above = textwrap.dedent(_before_fences(text)).strip()
     if not marked and _only_closes(text) and _num_code_marks(above) > _num_code_marks("".join(unmarked)):
@@ -92,7 +108,8 @@ def marked_block(completion: str, languages: frozenset[str]) -> str:
 
 
 def _answer(completion: str) -> str:
-    return answer_of(completion.replace("\r\n", "\n").replace("\r", "\n"))
+    text = answer_of(completion.replace("\r\n", "\n").replace("\r", "\n")).lstrip("\ufeff\u200b\u00a0")
+    return _GLUED.sub(lambda found: "\n".join(part for part in found.groups() if part is not None), text)
 
 
 def _only_closes(text: str) -> bool:
@@ -105,14 +122,15 @@ def _first_language(text: str) -> str:
     return next((language for language, _, _, _ in _fences(text)), "")
 
 
-def _program_below_prose(text: str) -> str:
+def _program_in_prose(text: str) -> str:
     """Return the program in a text without fences; empty if there is none."""
     if _is_program(text):
         return text
     lines = text.split("\n")
     prose = list(takewhile(lambda line: "=" not in line, lines))
-    ends = [number for number, line in enumerate(prose, start=1) if line.rstrip().endswith((":", ".", "!"))]
-    tries = (textwrap.dedent("\n".join(lines[end:])).strip() for end in ends[:_MAX_TRIES])
+    ends = [number for number, line in enumerate(prose, 1) if not line.strip() or line.rstrip()[-1] in ":.!"]
+    below = [textwrap.dedent("\n".join(lines[end:])).strip().split("\n\n") for end in [0, *ends][:_MAX_TRIES]]
+    tries = ("\n\n".join(parts[:end]) for parts in below for end in range(len(parts), 0, -1)[:_MAX_CUTS])
     return next(filter(_is_program, tries), "")
 
 
@@ -192,13 +210,22 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
     return [
         body
         for language, body in _blocks(text)
-        if language.lower() in _PYTHON_LANGUAGES or not (language or only_marked)
+        if language in _PYTHON_LANGUAGES or (not only_marked and (not language or language in _NO_LANGUAGE))
     ]
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return language (empty if none is named) and dedented contents of each block."""
-    return [(language, textwrap.dedent(body)) for language, body, _, _ in _fences(text)]
+    """Return language (empty if none is named) and dedented contents of each block; without a fence, those of tags."""
+    found = [(language, textwrap.dedent(body)) for language, body, _, _ in _fences(text)]
+    tagged = () if found else _TAGGED.finditer(text)
+    found += [("", textwrap.dedent(html.unescape(tag[2]) if tag[1] else tag[3])) for tag in tagged]
+    return [(language, _without_prompts(body)) for language, body in found]
+
+
+def _without_prompts(body: str) -> str:
+    """Return the code of a Python session."""
+    lines = [line[4:] for line in body.split("\n") if line.startswith((">>>", "..."))]
+    return "\n".join([*lines, ""]) if body.startswith(">>>") else body
 
 
 @functools.lru_cache(maxsize=2)
@@ -209,7 +236,7 @@ def _fences(text: str) -> list[tuple[str, str, int, int]]:
     or an indented one replace it."""
     found = list[tuple[str, str, int, int]]()
     for language, content, first, end in _outer_fences(text):
-        has_inner = language.lower() in _MARKUP or (not language and _begins_with_fence(content))
+        has_inner = language in _MARKUP or _begins_with_fence(content)
         inner = _outer_fences(textwrap.dedent(content)) if has_inner else []
         found += [(*block[:2], first, end) for block in inner] or [(language, content, first, end)]
     return found
@@ -242,13 +269,13 @@ def _begins_with_fence(text: str) -> bool:
 
 
 def _language(info: str) -> str:
-    # of `python`, `{.python}`, `python:main.py`, `python, runnable`
+    # of `python`, `{.python}`, `python:main.py`, `python, runnable`, `{code-cell} python`, `py3`, `c++17`
     found = _LANGUAGE.match(info.strip())
-    return found[1] if found else ""
+    return found[1].lower() if found else ""
 
 
 def _may_be_python(language: str) -> bool:
-    return not language or language.lower() in _PYTHON_LANGUAGES
+    return not language or language in _PYTHON_LANGUAGES | _NO_LANGUAGE
 
 
 def _end_after_strings(lines: Sequence[str], first: int) -> int | None:

@@ -70,7 +70,7 @@ if job['patch']:
     os.unlink(job['patch'])
     if ran.returncode:
         end(problem=ran.stderr.strip()[-300:])
-end(python=python, tests=read(), before=before)
+end(python=python, tests=read(), before=before, absent=[path for path in job['named'] if not os.path.isfile(path)])
 """
 _CHILD = """
 import sys
@@ -193,7 +193,7 @@ class NamedTests:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestRun:
     __test__ = False
-    outcomes: Mapping[str, bool]  # Name of a test that ran -> whether it passed.
+    outcomes: Mapping[str, bool]  # Name of a test that ran, `with_escaped_id` -> whether it passed.
     # Name of a failed test -> the exception's message, if pytest gives one.
     whys: Mapping[str, str] = field(default_factory=dict)
     problem: str  # Reason why no test counts as passed; empty if the run came to its end.
@@ -213,6 +213,13 @@ class TestRun:
         if at_blank or name.endswith("]"):
             return at_blank
         return [passed for each, passed in self.outcomes.items() if each.startswith(name)]
+
+
+def with_escaped_id(name: str) -> str:
+    """Return the name with its parameters' id in ASCII, as pytest writes ids unless a repository turns that off."""
+    test, bracket, parameters = name.partition("[")
+    shown = (each if " " <= each <= "~" else each.encode("unicode_escape").decode() for each in parameters)
+    return f"{test}{bracket}{''.join(shown)}"
 
 
 def touched_by(patch: str) -> frozenset[str]:
@@ -247,7 +254,7 @@ class PreparedTests:
     async def prepare(
         cls, sandbox: Sandbox, tests: NamedTests, repository: Mapping[str, str]
     ) -> PreparedTests | Reward:
-        """Fill a fresh sandbox with repository and tests; return an invalid reward if their patch does not apply.
+        """Fill a fresh sandbox with repository and tests; return an invalid reward if their patch or a file is missing.
 
         Args:
             repository: path -> text of the files to write; empty if the image has the repository.
@@ -261,6 +268,7 @@ class PreparedTests:
             "patch": _PATCH if tests.patch else "",
             "pythons": tests.pythons,
             "tests": sorted(tests.own_files),
+            "named": tests.files,
             "most": _MAX_TEST_BYTES,
         }
         found = await _told(sandbox, _PREPARE, job, timeout_s=_SETUP_TIMEOUT_S)
@@ -269,6 +277,8 @@ class PreparedTests:
             raise SandboxConfigError(f"{where} lack {lacks}, which the tests need: install it in their image")
         if "problem" in found:
             return Reward.invalid("bad_test_patch", f"test_patch does not apply: {found['problem']}")
+        if absent := found["absent"]:
+            return Reward.invalid("no_test_file", f"the named tests' file {absent[0]} is not in the repository")
         texts, before = _unpacked(found["tests"]), _unpacked(found["before"])
         return cls(sandbox, tests, found["python"], texts=texts, before=before)
 
@@ -307,8 +317,8 @@ class PreparedTests:
             return TestRun(outcomes={}, problem=why, told="", seconds=ran.duration_s)
         try:
             found = json.loads(ran.stdout)
-            outcomes = {str(name): bool(passed) for name, passed in found["outcomes"].items()}
-            whys = {str(name): str(why) for name, why in found["whys"].items() if why}
+            outcomes = {with_escaped_id(name): bool(passed) for name, passed in found["outcomes"].items()}
+            whys = {with_escaped_id(name): str(why) for name, why in found["whys"].items() if why}
             has_ended, told = bool(found["has_ended"]), " ".join(str(found["told"]).split())[-_SHOWN_CHARS:]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return TestRun(outcomes={}, problem="its report can't be read", told="", seconds=ran.duration_s)

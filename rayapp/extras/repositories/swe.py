@@ -32,7 +32,7 @@ from rayapp.config.agent import SWE
 from rayapp.core.errors import InputError
 from rayapp.core.validation import explain
 from rayapp.extras.repositories.folder import Own, TaskFolder
-from rayapp.extras.repositories.named_tests import PYTHONS, NamedTests, pytest_files
+from rayapp.extras.repositories.named_tests import PYTHONS, NamedTests, pytest_files, with_escaped_id
 from rayapp.extras.repositories.scripts import SOLVE
 from rayapp.extras.repositories.task import RepositoryTask
 from rayapp.sandbox.images import PREFIX
@@ -56,7 +56,7 @@ _REQUIRED = ("instance_id", "problem_statement", "fail_to_pass")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 _REPO = re.compile(r"[A-Za-z0-9_.-]+(?:/[A-Za-z0-9_.-]+)?")
 _COMMIT = re.compile(r"[0-9a-f]{7,64}")
-_TEST = re.compile(r"(?!/)(?!.*\.\./)[^:\0\n]+\.py(?:::[^\0\n]+)+")
+_TEST = re.compile(r"(?!/)(?![^:]*\.\./)[^:\0\n]+\.py(?:::[^\0\n]+)+")
 _MAX_REPOSITORY_BYTES = 128 << 20
 _GIT_TIMEOUT_S = 120.0
 _SHOWN = 5  # Bad rows that a message names.
@@ -349,18 +349,24 @@ def _named_tests(fields: Mapping[str, Any], options: SweOptions, *, brings_pytes
 
 
 def _list_of(text: str) -> Any:
+    """Return a list from its text as JSON, Python, numpy or lines; None for no list."""
+    if text.strip().lower() in ("", "null", "none", "nan"):
+        return []
     for read in (json.loads, _python_list):
         try:
-            return read(text)
+            found = read(text)
+            return _list_of(found) if isinstance(found, str) else found
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             continue
-    return None
+    lines = text.strip().splitlines()
+    return lines if all(_TEST.fullmatch(line.strip()) for line in lines) else None
 
 
 def _python_list(text: str) -> Any:
     # numpy writes no commas, so that Python would join neighbouring texts to one.
+    text = re.sub(r"^\s*array\((.*?)(?:,\s*dtype=[^\])]*)?\)\s*$", r"\1", text, flags=re.DOTALL)
     value = ast.literal_eval(text)
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list | tuple | set) or not all(isinstance(each, str) for each in value):
         return value
     tokens = tokenize.generate_tokens(io.StringIO(text.strip()).readline)
     return [ast.literal_eval(token.string) for token in tokens if token.type == tokenize.STRING]
@@ -368,12 +374,13 @@ def _python_list(text: str) -> Any:
 
 def _names(value: Any, column: str, row: str) -> tuple[str, ...]:
     """Return the names of a list, or of a list as text of JSON, Python or numpy, without blanks and empty names."""
-    names = _list_of(value) if isinstance(value, str) else value or []
+    # A missing value is NaN in pandas' JSON.
+    names = _list_of(value) if isinstance(value, str) else [] if value != value else value or []
     if isinstance(names, list | tuple):
         names = ["" if name is None else name for name in names]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise InputError(f"its {column.upper()} is {value!r:.80}: it must be a list of names, or its JSON text")
-    stripped = [name.strip() for name in names]
+    stripped = [with_escaped_id(name.strip().removeprefix("./")) for name in names]
     names = [name for name in stripped if name]
     if num_empty := len(stripped) - len(names):
         _log.warning("%s: %s has %d empty names, which are left out", row, column.upper(), num_empty)

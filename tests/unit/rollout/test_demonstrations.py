@@ -84,7 +84,9 @@ def test_of_prompt_and_completion_only_the_completion_is_learned(read: Read, cha
     [plain] = read({"prompt": "2+2=", "completion": "4"}).rows
     assert text(chat_tokenizer, plain, learned=False) == "2+2="
     assert text(chat_tokenizer, plain, learned=True) == "4<|im_end|>"
-    [chat] = read({"prompt": [ASK, ANSWER, AGAIN], "completion": [SECOND]}).rows
+    parts = {"role": "user", "content": [{"type": "text", "text": "3+3?"}]}
+    [chat] = read({"prompt": [ASK, ANSWER, parts], "completion": [SECOND]}).rows
+    assert "<|im_start|>user\n3+3?<|im_end|>" in text(chat_tokenizer, chat, learned=False)
     assert text(chat_tokenizer, chat, learned=True) == "6<|im_end|>"
 
 
@@ -243,10 +245,11 @@ def test_tools_and_calls_are_read_from_json_text(read: Read) -> None:
         "messages": [ask, call | {"tool_calls": json.dumps(call["tool_calls"])}],
         "tools": json.dumps(row["tools"]),
     }
+    listed = row | {"tools": [json.dumps(row["tools"][0])]}
 
     template = CALLS.replace("m.tool_calls", "(m.tool_calls or [])")
-    (of_data,), (of_texts,) = read(row, template=template).rows, read(texts, template=template).rows
-    assert of_data.token_ids.tolist() == of_texts.token_ids.tolist()
+    of_data, *others = (read(each, template=template).rows[0].token_ids.tolist() for each in (row, texts, listed))
+    assert others == [of_data, of_data]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,38 @@ def test_tools_and_calls_in_another_form_are_refused_by_row(read: Read, change: 
         read(calling({}) | change, template=CALLS)
 
 
-@pytest.mark.parametrize("arguments", ["t=a", '["a"]', '{"t": ', ["a"], 5, "null"])
+CONTENT = [{"type": "text", "text": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"content": [*CONTENT, {"type": "tool_use", "name": "look", "input": {}}]}, "part of type tool_use, which"),
+     ({"content": [{"type": "thinking", "thinking": "hm"}, *CONTENT]}, "part of type thinking, which"),
+     ({"content": {"text": "4"}}, r"messages\[1\]\.content is {'text': '4'}: it must be text, or a list of parts"),
+     ({"reasoning": "easy"}, "leaves out its thoughts"), ({"thinking": "easy"}, "leaves out its thoughts")],
+)  # fmt: skip
+def test_what_a_template_would_leave_out_is_refused_by_row(read: Read, change: dict[str, Any], why: str) -> None:
+    with pytest.raises(InputError, match=f"row 0: .*{why}"):
+        read({"messages": [ASK, ANSWER | change]})
+    with pytest.raises(InputError, match="row 0: functions is OpenAI's old form"):
+        read({"messages": [ASK, ANSWER], "functions": [{"name": "look"}]})
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_are_learned_whatever_their_name(read: Read, chat_tokenizer: Any, name: str) -> None:
+    template = CHATML.replace("{{ m.content }}", "{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}")
+    (row,) = read({"messages": [ASK, ANSWER | {name: "easy"}]}, template=template).rows
+
+    assert text(chat_tokenizer, row, learned=True) == "(easy)4<|im_end|>"
+
+
+def test_a_turn_of_weight_0_is_not_learned(read: Read, chat_tokenizer: Any) -> None:
+    (row,) = read({"messages": [ASK, ANSWER | {"weight": 0}, AGAIN, SECOND | {"weight": 1}]}).rows
+
+    assert text(chat_tokenizer, row, learned=True) == "6<|im_end|>"
+
+
+@pytest.mark.parametrize("arguments", ["t=a", '["a"]', '{"t": ', ["a"], 5, "null", '{"t": NaN}'])
 def test_arguments_that_are_no_json_are_refused_by_row(read: Read, arguments: str) -> None:
     with pytest.raises(InputError, match=r"row 0: messages\[1\]\.tool_calls\[0\].* is not the JSON of an object"):
         read(calling(arguments), template=ARGUMENTS)

@@ -191,7 +191,8 @@ def test_code_is_found_in_nested_and_in_indented_blocks(text: str) -> None:
 @pytest.mark.parametrize(
     ("info", "is_python"),
     [("python", True), ("Python3", True), ("{.python}", True), ("python:main.py", True), ('py title="x"', True),
-     ("python, runnable", True), ("{.cpp}", False), ("pythonic", False), ("c++", False)],
+     ("python, runnable", True), ("{.cpp}", False), ("pythonic", False), ("c++", False), ("py3", True),
+     ("python-3", True), ("language-python", True), ("{code-cell} python", True), ("text", True), ("code", True)],
 )  # fmt: skip
 def test_the_language_of_a_block_is_read_in_many_forms(info: str, is_python: bool) -> None:
     assert (extract_code(f"```{info}\ndef f(x): 1\n```", "f") is not None) == is_python
@@ -206,6 +207,28 @@ def test_a_function_is_found_in_blocks_of_many_forms(text: str) -> None:
     assert extract_code(text, "f") == source
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["```python\n{}```", "Here: ```python\n{}\n```", "<answer>```python\n{}\n```</answer>", "\ufeff```\n{}\n```",
+     "<answer>\n{}\n</answer>", "So:\n<pre><code class='language-python'>{}\n</code></pre>\nDone.",
+     "[PYTHON]\n{}\n[/PYTHON]", "```python\n```python\n{}\n```\n```", "```\n{}\n```\nOutput:\n```\n42, a\n```",
+     "Here it is.\n\n{}\n\nThis prints 42."],
+)  # fmt: skip
+def test_a_program_is_found_where_no_fence_of_commonmark_is(text: str) -> None:
+    source = "def f(x):\n    return x &lt; 7" if "<code" in text else "def f(x):\n    return x < 7"
+    text, source = text.format(f"{source}\nprint(f(6))"), "def f(x):\n    return x < 7\n"
+
+    assert (extract_program(text) or "").strip() == f"{source}print(f(6))"
+    assert extract_code(text, "f") == source or "Output" in text
+    assert (extract_module(text, "f") or "").startswith(source)
+
+
+def test_a_session_has_the_code_of_its_prompts() -> None:
+    assert (
+        extract_code("```\n>>> def f(x):\n...     return 1\n...\n>>> f(2)\n1\n```", "f") == "def f(x):\n    return 1\n"
+    )
+
+
 @pytest.mark.parametrize("text", ["print(6 * 7)\n```", "print(6 * 7)\n```\nDone.", "print(6 * 7)\n~~~\n\nIt prints.\n",
                                   "Solution\n```\nprint(6 * 7)", "Code:\n```\nprint(6 * 7)\n```",
                                   "Here it is:\nprint(6 * 7)\n```", "Sure. It's short.\n\nprint(6 * 7)\n~~~\nDone.",
@@ -214,8 +237,10 @@ def test_a_program_may_lack_the_fence_that_opens_or_closes_it(text: str) -> None
     assert (extract_program(text) or "").strip() == "print(6 * 7)"
 
 
-@pytest.mark.parametrize("text", ["{}\n```", "{}\n```\nDone.", "Here:\n```\n{}", "```cpp\n{}\n```"])
-def test_a_program_of_another_language_may_lack_a_fence(text: str) -> None:
+@pytest.mark.parametrize("text", ["{}\n```", "{}\n```\nDone.", "Here:\n```\n{}", "```cpp\n{}\n```",
+                                  "```cpp17\n{}```", "```text\n{}\n```", "```\n{}\n```\nOutput:\n```\n42\n```",
+                                  "<answer>\n{}\n</answer>"])  # fmt: skip
+def test_a_program_of_another_language_is_found_in_many_forms(text: str) -> None:
     source = "int main() { return 0; }"
 
     assert marked_block(text.format(source), frozenset({"cpp"})).strip() == source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import pickle
 import shutil
 import time
@@ -240,9 +241,38 @@ def test_a_row_that_cannot_be_used_is_named_and_counted(
 def test_names_of_tests_are_read_as_public_data_sets_write_them(tmp_path: Path, mirrors: Path) -> None:
     first, second = "tests/test_stats.py::test_even[values0-2.5]", "tests/test_stats.py::test_empty"
     stays = ["", " tests/test_stats.py::test_odd", "  ", None]
-    for told in (str([f"{first} ", second]), f"['{first}'\n '{second}']", str((first, second)), [first, None, second]):
+    forms = (
+        str([f"{first} ", second]), f"['{first}'\n '{second}']", str((first, second)), [first, None, second],
+        json.dumps(json.dumps([first, second])), f"array(['{first}', '{second}'], dtype=object)",
+        f"{first}\n{second}\n", [f"./{first}", second],
+    )  # fmt: skip
+    for told in forms:
         task = load(write(tmp_path, row(mirrors) | {"FAIL_TO_PASS": told, "PASS_TO_PASS": stays}), mirrors)
         assert task.folder.named.names == (first, second, "tests/test_stats.py::test_odd")
+
+
+@pytest.mark.parametrize("nothing", ["", "null", "None", "nan", math.nan, None, "[]", []])
+def test_a_list_may_be_missing_in_many_forms(tmp_path: Path, mirrors: Path, nothing: Any) -> None:
+    task = load(write(tmp_path, row(mirrors) | {"PASS_TO_PASS": nothing}), mirrors)
+    assert task.folder.named.pass_to_pass == ()
+
+
+@pytest.mark.parametrize("parameters", ["[日本-é]", "[a\nb]", "[../x]", '[{"a": ["::"]}]', "[\U0001f600]"])
+def test_parameters_are_compared_as_pytest_writes_them(tmp_path: Path, mirrors: Path, parameters: str) -> None:
+    task = load(write(tmp_path, row(mirrors) | {"FAIL_TO_PASS": [f"t.py::test_x{parameters}"]}), mirrors)
+    shown = parameters.encode("unicode_escape").decode()
+    run = TestRun(outcomes={f"t.py::test_x{shown}": True}, problem="", told="", seconds=0.0)
+    assert all(map(run.passes, task.folder.named.fail_to_pass))
+
+
+@real
+async def test_a_named_file_that_is_not_there_is_no_zero(
+    sandboxes: SandboxSource, tmp_path: Path, mirrors: Path
+) -> None:
+    other = load(write(tmp_path, row(mirrors) | {"FAIL_TO_PASS": ["PASSED tests/test_stats.py::test_even"]}), mirrors)
+    reward = await score(other, as_answer({"stats.py": SOLVED}), sandboxes)
+
+    assert (reward.valid, reward.failure_kind) == (False, "no_test_file")
 
 
 def test_a_name_that_is_cut_means_all_tests_that_begin_so() -> None:
