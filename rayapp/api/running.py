@@ -19,6 +19,7 @@ from rayapp.core.errors import InputError
 from rayapp.core.names import giving
 from rayapp.core.own_thread import work_apart
 from rayapp.runs.checkpoints import Checkpoint, CheckpointFolder, damage, why_torn
+from rayapp.runs.layout import step_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -136,7 +137,7 @@ def with_checkpoint_as_model(config: Config) -> Iterator[Config]:
     """Yield the config. If `model.path` is a checkpoint, it is replaced by its `hf_model`, or by a temporary folder
     made with the base model that the run's config.yaml names."""
     path = Path(config.model.path)
-    if not path.name.startswith("step=") or not path.is_dir():
+    if step_of(path.name) is None or not path.is_dir():
         yield config
         return
     checkpoint = _whole(path, config)

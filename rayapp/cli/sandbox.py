@@ -182,7 +182,8 @@ def _read(file: Path) -> str:
         raise InputError(f"{file} can't be read: {error.strerror}") from error
 
 
-KINDS = ("e2b", "daytona")
+LISTED: Mapping[str, type[E2BConfig | DaytonaConfig]] = {"e2b": E2BConfig, "daytona": DaytonaConfig}
+"""Providers that list the sandboxes of other processes."""
 EXIT_LEFT, EXIT_CONFIG = 1, 2
 
 
@@ -193,9 +194,9 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
 
 
 def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> list[E2BConfig | DaytonaConfig]:
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
+    if unknown := [kind for kind in kinds if kind not in LISTED]:
         why = "can't list the sandboxes of other processes" if unknown[0] in PROVIDERS else "is unknown"
-        raise InputError(f"provider {unknown[0]!r} {why}: use one of {', '.join(KINDS)}")
+        raise InputError(f"provider {unknown[0]!r} {why}: use one of {', '.join(LISTED)}")
     found = config.providers if config is not None else _defaults(kinds)
     listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
     chosen = [section for section in listed if not kinds or section.type in kinds]
@@ -206,7 +207,7 @@ def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> list[E2BCon
 
 def _defaults(kinds: Sequence[str]) -> list[E2BConfig | DaytonaConfig]:
     """Return the named providers, or else those whose key is set."""
-    sections = (E2BConfig(), DaytonaConfig())
+    sections = [make() for make in LISTED.values()]
     return [section for section in sections if section.type in kinds or os.environ.get(section.api_key_env)]
 
 
@@ -216,7 +217,7 @@ def _nothing_to_ask(kinds: Sequence[str], config: SandboxConfig | None) -> str:
             "no provider is configured: set E2B_API_KEY or DAYTONA_API_KEY, name one with --provider, or name the "
             "run's config with --config. Local sandboxes end with the process that made them."
         )
-    wanted = " or ".join(kinds or KINDS)
+    wanted = " or ".join(kinds or LISTED)
     return f"the config has no {wanted} provider: sandboxes of other providers end with the run that made them"
 
 
@@ -246,7 +247,7 @@ def _line(each: Reaped, *, dry_run: bool) -> str:
     return f"{each.provider} {each.sandbox_id} {'would be ended' if dry_run else 'ended'}"
 
 
-PROVIDERS = ("local", "e2b", "daytona", "mcp")
+PROVIDERS = ("local", *LISTED, "mcp")
 RUN_NAME = "sandbox-run"  # in the sandbox's labels
 _ENDS_AFTER_S = 120.0  # after the program's deadline, if this process has not ended the sandbox
 
@@ -278,11 +279,8 @@ def _section(kind: str, config: Path | None, url: str) -> ProviderConfig:
             if section.type == kind:
                 return section
         raise SandboxConfigError(f"{config} has no provider {kind}: add one to sandbox.providers")
-    match kind:
-        case "e2b":
-            return E2BConfig()
-        case "daytona":
-            return DaytonaConfig()
+    if kind in LISTED:
+        return LISTED[kind]()
     if not url:
         raise SandboxConfigError("provider mcp needs its server's endpoint: give --url URL, or a --config that has it")
     return McpConfig(url=url)

@@ -141,7 +141,7 @@ def _agent_fits_inside(config: Keys, external: ExternalSection, where: str) -> N
             f"{shown} agent.external.entry is set: only a command can run in a sandbox. Give "
             "agent.external.command in place of entry, or leave inside out (docs/agents.md)."
         )
-    if (provider := config.sandbox.provider.type) in ("e2b", "daytona", "mcp"):
+    if (provider := config.sandbox.provider.type) not in ("local", "plugin"):
         raise ValueError(
             f"{shown} the agent can't reach the policy from sandboxes of {provider}. Use local in sandbox.providers, "
             "or leave inside out (docs/agents.md)."

@@ -26,7 +26,7 @@ from rayapp.driver.store import StoredGroup
 from rayapp.driver.watchdog import Watchdog
 from rayapp.rollout.check import check_inputs
 from rayapp.rollout.order import ANY_VERSION, Cohort, GroupRequest, evaluation_waves
-from rayapp.runs.layout import CHECKPOINTS, EVALUATIONS, METRICS, TRAJECTORIES
+from rayapp.runs.layout import CHECKPOINTS, EVALUATIONS, METRICS, PARQUET, TRAJECTORIES, step_name
 from rayapp.runs.tracking.metrics import JsonlTracker, summarize_passes, summarize_step
 from rayapp.runs.trajectories import writing_trajectories
 
@@ -150,5 +150,5 @@ def evaluation_folder(config: Config, out: Path) -> Iterator[tuple[Record, Calla
         (out / METRICS).unlink(missing_ok=True)
         JsonlTracker(out / METRICS).log(0, {f"eval/{name}": value for name, value in metrics.items()})
 
-    with writing_trajectories(out / EVALUATIONS / "step=000000.parquet", 0) as record:
+    with writing_trajectories(out / EVALUATIONS / step_name(0, PARQUET), 0) as record:
         yield record, keep

@@ -26,7 +26,7 @@ from rayapp.storage.media import by_sha256
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.coding import CodingTask
 from rayapp.tasks.data.files import fetch_files
-from rayapp.tasks.data.pictures import COLUMNS, Pictured, PictureRows, picture_rows
+from rayapp.tasks.data.pictures import COLUMNS, Pictured, PictureRows, picture_rows, with_parts
 from rayapp.tasks.loading import load_tasks
 
 KINDS = "messages; prompt and completion; or token_ids and response_mask"
@@ -128,11 +128,11 @@ def _shown(
 ) -> Pictured:
     """Return the messages, with parts for the row's pictures."""
     if not any(row.get(column) for column in COLUMNS):
-        return Pictured(tuple(messages))
+        return Pictured(with_parts(messages, 0))
     if pictures is None or not messages:
         needed = "messages, in which they have places" if pictures else "a model that reads pictures"
         raise ValueError(f"the row has images, which need {needed}")
-    return pictures.read([{"content": "", **message} for message in messages], row, folder, where)
+    return pictures.read(messages, row, folder, where)
 
 
 def _with_pictures(

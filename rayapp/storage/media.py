@@ -43,9 +43,8 @@ def check_bytes(encoded: bytes) -> bytes:
 
 
 def sizes_of(pictures: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Return width and height of each picture, after decoding it. Raises ValueError or OSError: one is damaged, has too
-    many pixels, or is too long a strip."""
-    from PIL import Image
+    """Return width and height of each picture as `opened` shows it. ValueError or OSError: one can't be shown."""
+    from PIL import Image, ImageOps
 
     sizes = list[tuple[int, int]]()
     for encoded in pictures:
@@ -55,17 +54,22 @@ def sizes_of(pictures: Sequence[bytes]) -> list[tuple[int, int]]:
                 raise ValueError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
             if max(width, height) > MAX_RATIO * min(width, height):
                 raise ValueError(f"it has {width} x {height} pixels: one side is over {MAX_RATIO} times the other")
+            if picture.mode.startswith("I"):
+                raise ValueError("it has 16 bits of grey, of which only white would be left: write it with 8 bits")
             picture.load()
-        sizes.append((width, height))
+            sizes.append(ImageOps.exif_transpose(picture).size)
     return sizes
 
 
 def opened(encoded: bytes) -> Any:
-    """Return the picture in Pillow's form, in RGB. Transparent pixels get the colour that the file gives them."""
-    from PIL import Image
+    """Return the picture in Pillow's form as vLLM shows files: upright, transparent parts on white, in RGB."""
+    from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(encoded), formats=FORMATS) as picture:
-        return picture.convert("RGB")
+        layer = ImageOps.exif_transpose(picture).convert("RGBA")
+    shown = Image.new("RGB", layer.size, "white")  # without an orientation, by which vLLM would turn it once more
+    shown.paste(layer, mask=layer.getchannel("A"))
+    return shown
 
 
 def from_data_uri(uri: str) -> bytes:

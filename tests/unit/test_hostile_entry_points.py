@@ -125,6 +125,7 @@ JSON_BOMBS = (
     b"[" + b"[]," * 600_000 + b"[]]",
     b'{"a": ' + b"1" * 2_000_000 + b"}",
     body(**{f"field_{i}": i for i in range(100_000)}),
+    b"{" + b",".join(b'"f%d\\\\" :1' % i for i in range(300_000)) + b"}",
     b"\xff" * 2_000_000,
 )
 DEEP: Any = {}
@@ -243,7 +244,7 @@ async def ask(url: str, headers: Mapping[str, str], path: str, given: bytes | st
     reader, writer = await asyncio.open_connection(server.hostname, server.port)
     path, method = (path, "POST") if isinstance(given, bytes) else (path + given, "GET")
     sent = given if isinstance(given, bytes) else b""
-    told = {"host": "127.0.0.1", "connection": "close", "content-length": str(len(sent)), **headers}
+    told = {"host": server.netloc, "connection": "close", "content-length": str(len(sent)), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
     with suppress(ConnectionError):
         writer.write(f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + sent)

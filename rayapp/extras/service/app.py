@@ -4,8 +4,8 @@ POST/GET/DELETE /mcp     streamable HTTP of MCP
 POST /run_code, /submit  SandboxFusion's protocol (`fusion.py`)
 GET /health              the pool's metrics; the only route without a key
 
-Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, and limits the size of
-the request's body.
+Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, and limits the request's
+body.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from rayapp.sandbox.pool.pool import LeasePool
 
 PATH, HEALTH_PATH = "/mcp", "/health"
 MAX_BODY_BYTES = 24 << 20
+_MAX_CONTAINERS, _MAX_STRINGS = 200_000, 40_000  # parsing more of them blocks the loop
 _MAX_CONNECTIONS = 4096
 _STOP_GRACE_S = 5.0
 
@@ -145,7 +146,11 @@ class _Guard:
             await refusal(scope, receive, send)
             return
         with self._calls.calling() as (call_id, hangup), suppress(ClientDisconnect):
-            await self._app(_named(scope, call_id), _watched(receive, hangup), send)
+            body = await Request(scope, receive).body()
+            if (refusal := _shape_refusal(body)) is not None:
+                await refusal(scope, receive, send)
+                return
+            await self._app(_named(scope, call_id), _watched(body, receive, hangup), send)
         if request.method == "DELETE":
             await self._sessions.end(request.headers.get("mcp-session-id", ""))
 
@@ -162,8 +167,8 @@ def _named(scope: Scope, call_id: str) -> Scope:
     return {**scope, "headers": [*kept, (name, call_id.encode())]}
 
 
-def _watched(receive: Receive, hangup: asyncio.Event) -> Receive:
-    """Return a function that receives the request, then waits in the background for the client to hang up."""
+def _watched(body: bytes, receive: Receive, hangup: asyncio.Event) -> Receive:
+    """Return a function that gives the body, and waits in the background for the client to hang up."""
     listening: list[asyncio.Task[None]] = []
 
     async def listen_to_client() -> None:
@@ -175,12 +180,8 @@ def _watched(receive: Receive, hangup: asyncio.Event) -> Receive:
         if listening:
             await hangup.wait()
             return {"type": "http.disconnect"}
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            hangup.set()
-        elif not message.get("more_body", False):
-            listening.append(asyncio.create_task(listen_to_client(), name="wait for a client to hang up"))
-        return message
+        listening.append(asyncio.create_task(listen_to_client(), name="wait for a client to hang up"))
+        return {"type": "http.request", "body": body}
 
     return received
 
@@ -192,6 +193,15 @@ def _size_refusal(request: Request) -> JSONResponse | None:
     if int(length) > MAX_BODY_BYTES:
         return _refusal(413, f"the request is larger than {MAX_BODY_BYTES >> 20} MiB")
     return None
+
+
+def _shape_refusal(body: bytes) -> JSONResponse | None:
+    num_containers = body.count(b"[") + body.count(b"{")  # also in strings
+    num_strings = (body.count(b'"') - body.count(b'\\"')) // 2
+    if num_containers <= _MAX_CONTAINERS and num_strings <= _MAX_STRINGS:
+        return None
+    limits = f"{_MAX_CONTAINERS:,} lists and objects, or more than {_MAX_STRINGS:,} strings and fields"
+    return _refusal(413, f"the request holds more than {limits}")
 
 
 def _refusal(status: int, message: str) -> JSONResponse:

@@ -74,9 +74,8 @@ class OwnColumns:
 
     def _messages(self, value: Any, where: str, num_pictures: int = 0) -> list[dict[str, str]]:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else parse_messages(value, where)
-        if num_pictures:
-            messages = as_marks(with_parts(messages, num_pictures))
-        found = [{"role": str(one["role"]), "content": str(one["content"])} for one in messages]
+        whole = as_marks(with_parts(messages, num_pictures))
+        found = [{"role": str(one["role"]), "content": str(one["content"])} for one in whole]
         if not any(one["content"].strip() for one in found):
             raise InputError(f"{where} is empty")
         if (size := sum(len(one["content"]) for one in found)) > MAX_PROMPT_CHARS:

@@ -48,16 +48,14 @@ Size = tuple[int, int]  # width and height
 def listed(row: Mapping[str, Any]) -> list[Any]:
     """Return the pictures of a row, as the file has them. Raises InputError: the column holds something else, or too
     many."""
-    found = next((row[name] for name in COLUMNS if row.get(name) is not None), None)
-    if found is None:
-        return []
+    found: Any = next((row[name] for name in COLUMNS if row.get(name)), [])
     pictures = found if isinstance(found, list) else [found]
     if len(pictures) > MOST_PICTURES:
         raise InputError(f"the row has {len(pictures)} pictures: at most {MOST_PICTURES} are allowed")
     for each in pictures:
         if not isinstance(each, bytes | str | Mapping):
             raise InputError(f"a picture must be bytes, a path or {{bytes, path}}, not {each!r:.60}")
-    return [] if found == "" else pictures
+    return pictures
 
 
 def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message, ...]:
@@ -65,7 +63,7 @@ def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message,
     the pictures come first in the first user's message, as in TRL. InputError: their number differs."""
     if not num_pictures and not any(isinstance(each.get("content"), list) for each in messages):
         return tuple(messages)
-    parted = [{**each, "content": _parts(each["content"], marks=num_pictures > 0)} for each in messages]
+    parted = [{**each, "content": _parts(each.get("content", ""), marks=num_pictures > 0)} for each in messages]
     if not any(part == IMAGE_PART for each in parted for part in each["content"]):
         user = next((each for each in parted if each["role"] == "user"), parted[0])
         user["content"] = [IMAGE_PART] * num_pictures + user["content"]

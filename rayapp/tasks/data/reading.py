@@ -24,7 +24,7 @@ from rayapp.storage.base import hash_bytes
 from rayapp.tasks.data.data_row import DataRow, KindOf, check_truths, parse_messages, parse_row
 from rayapp.tasks.data.files import RowGroup, as_parquet, fetch_files, open_files, read_group, read_groups
 from rayapp.tasks.data.pictures import COLUMNS as PICTURES
-from rayapp.tasks.data.pictures import Pictured, PictureRows
+from rayapp.tasks.data.pictures import Pictured, PictureRows, with_parts
 
 log = logging.getLogger(__name__)
 _MOST_NAMED = 20
@@ -210,7 +210,10 @@ class TrainingData:
         self, messages: tuple[Mapping[str, Any], ...], raw: Mapping[str, Any], group: RowGroup, where: str
     ) -> Pictured:
         if self._pictures is None or not group.has_pictures:
-            return Pictured(messages)
+            try:
+                return Pictured(with_parts(messages, 0))
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from None
         return self._pictures.read(messages, raw, group.path.parent, where)
 
     def _measure(self, group: RowGroup) -> Sequence[int]:

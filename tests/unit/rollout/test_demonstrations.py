@@ -84,7 +84,9 @@ def test_of_prompt_and_completion_only_the_completion_is_learned(read: Read, cha
     [plain] = read({"prompt": "2+2=", "completion": "4"}).rows
     assert text(chat_tokenizer, plain, learned=False) == "2+2="
     assert text(chat_tokenizer, plain, learned=True) == "4<|im_end|>"
-    [chat] = read({"prompt": [ASK, ANSWER, AGAIN], "completion": [SECOND]}).rows
+    parts = {"role": "user", "content": [{"type": "text", "text": "3+3?"}]}
+    [chat] = read({"prompt": [ASK, ANSWER, parts], "completion": [SECOND]}).rows
+    assert "<|im_start|>user\n3+3?<|im_end|>" in text(chat_tokenizer, chat, learned=False)
     assert text(chat_tokenizer, chat, learned=True) == "6<|im_end|>"
 
 

@@ -106,6 +106,21 @@ def test_without_marks_the_pictures_come_first_in_the_users_message_and_without_
     assert with_parts([marked], 0) == (marked,)
 
 
+@pytest.mark.parametrize("has_picture", [True, False])
+def test_parts_of_a_row_without_pictures_are_text(tmp_path: Path, has_picture: bool) -> None:
+    """Their list as Python shows it would be no error anywhere."""
+    from rayapp.tasks.data.downloads import OwnColumns
+
+    text = row([{"type": "text", "text": "What is 1 + 1?"}])
+    made = OwnColumns()({"prompt": text["prompt"], "answer": "2", "images": []}, 0, "train", "own")
+    assert made["prompt"] == [{"role": "user", "content": "What is 1 + 1?"}]
+    rows = [text, row([{"type": "image"}], images=[stored(picture(size=(4, 4)))])][: 1 + has_picture]
+
+    assert opened(written(tmp_path, *rows), tmp_path).row(0).messages[0]["content"] == "What is 1 + 1?"
+    with pytest.raises(InputError, match=r"row 0: the messages have 1 places for pictures .* the row has 0"):
+        opened(written(tmp_path, row([{"type": "image"}])), tmp_path)
+
+
 def test_rows_with_unusable_pictures_are_left_out_and_counted_with_their_reasons(tmp_path: Path) -> None:
     good = row(images=[stored(picture(size=(4, 4)))])
     bad = [
