@@ -1,10 +1,10 @@
-"""Names of images, as written in `SandboxSpec.template` and on the command line, and what a sandbox needs of an image.
+"""Names of images, as written in `SandboxSpec.template`, and what a sandbox needs of an image.
 `rayapp.extras.images` pulls images.
 
 image:REGISTRY/NAME[:TAG][@sha256:…]    in a registry; without REGISTRY, in Docker's
 image:oci:FOLDER[:TAG]                  in a folder with OCI's image layout
 image:archive:FILE.tar[:NAME]           in a file that `docker save`, or a tool for OCI archives, wrote
-image:build:NAME                        stored by `rayapp images pull --name NAME`
+image:build:NAME                        of a task whose Dockerfile has to be built; the config gives an image for it
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _REGISTRY = re.compile(r"[A-Za-z0-9.-]+(?::\d+)?")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _OWN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,199}")
 Kind = Literal["registry", "oci", "archive", "build"]
+HOW_TO_BUILD = (
+    "run `docker build -t NAME FOLDER` and `docker save -o NAME.tar NAME`, and name the file in "
+    "sandbox.providers[].images: {'image:build:NAME': 'image:archive:NAME.tar'}"
+)
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp")  # in every image's tree, for mounts
 
 
