@@ -25,10 +25,6 @@ _REGISTRY = re.compile(r"[A-Za-z0-9.-]+(?::\d+)?")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _OWN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,199}")
 Kind = Literal["registry", "oci", "archive", "build"]
-HOW_TO_BUILD = (
-    "run `docker build -t NAME FOLDER` and `docker save -o NAME.tar NAME`, and name the file in "
-    "sandbox.providers[].images: {'image:build:NAME': 'image:archive:NAME.tar'}"
-)
 MOUNT_POINTS = ("dev", "proc", "sys", "tmp")  # in every image's tree, for mounts
 
 

@@ -18,7 +18,7 @@ from rayapp.core.http import read_key
 from rayapp.core.machine import num_cores
 from rayapp.core.names import load_extra, load_plugin
 from rayapp.core.types import AgentStart
-from rayapp.sandbox.images import HOW_TO_BUILD, PREFIX, ImageCache, is_image, parse
+from rayapp.sandbox.images import PREFIX, ImageCache, is_image, parse
 from rayapp.sandbox.leases import RemoteProvider
 from rayapp.sandbox.local.provider import LocalProvider, why_no_images_here
 
@@ -130,7 +130,7 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
     except ImageError as error:
         return str(error)
     if reference.kind == "build":
-        return f"the local provider has no such image: {HOW_TO_BUILD}"
+        return "the local provider builds none: run `docker build` and `docker save`, and give the file in its `images`"
     return why_no_images_here()
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
 from rayapp.extras.images.programs import Watch, in_child, program, skopeo, this_platform, too_large, usage
 from rayapp.extras.images.store import Hold, Store, tree_of
-from rayapp.sandbox.images import HOW_TO_BUILD, Image, Reference, is_image, parse
+from rayapp.sandbox.images import Image, Reference, is_image, parse
 
 _SEARCHED = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -116,7 +116,9 @@ def _source(reference: Reference) -> _Source:
             return _Source(name=f"oci:{reference.name}{f':{reference.tag}' if reference.tag else ''}")
         case "archive":
             return _Source(name=_archive(reference))
-    raise ImageError(f"image {reference} has to be built: {HOW_TO_BUILD}")
+    raise ImageError(
+        f"image {reference} has to be built, and given in sandbox.providers[].images (docs/environments.md)"
+    )
 
 
 def _archive(reference: Reference) -> str:

@@ -172,7 +172,7 @@ def broken_layer(folder: Path) -> None:
         (lambda folder: shutil.rmtree(folder / "blobs"), "oci:{folder}", "can't be read"),
         (lambda _: None, "oci:{folder}:other", "can't be read"),
         (lambda _: None, "archive:/nowhere.tar", "can't be read"),
-        (lambda _: None, "build:unknown", "docker build -t NAME"),
+        (lambda _: None, "build:unknown", r"has to be built, and given in"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
