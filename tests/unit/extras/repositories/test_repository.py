@@ -490,7 +490,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
         config = Config.model_validate({"tasks": [str(folder)], "agent": agent, "sandbox": sandbox})
         check_tasks(config, training=True, has_tokenizer=False)
 
-    with pytest.raises(ConfigError, match=r"image:build:mine .*line 2, `RUN pip .*`rayapp images pull"):
+    with pytest.raises(ConfigError, match=r"image:build:mine .*line 2, `RUN pip .*`docker build"):
         check(type="local")
     with pytest.raises(ConfigError, match=r"e2b has no template .* name it in sandbox.providers\[\].images: \{mine"):
         check(type="e2b")
