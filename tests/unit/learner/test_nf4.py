@@ -200,6 +200,8 @@ def test_only_matrices_of_layers_are_packed() -> None:
     assert not is_packed("model.layers.0.self_attn.q_proj.bias", (128,))
     assert not is_packed("model.embed_tokens.weight", (128, 64))
     assert not is_packed("lm_head.weight", (128, 64))
+    assert is_packed("model.language_model.layers.0.mlp.up_proj.weight", (128, 64))
+    assert not is_packed("model.vision_model.encoder.layers.0.mlp.fc1.weight", (128, 64))
     assert shape_of(pack(torch.ones(3, 128))) == (3, 128)
 
 
