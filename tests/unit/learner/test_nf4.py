@@ -16,8 +16,9 @@ from rayapp.cli import doctor
 from rayapp.config.config import Config
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import InputError
+from rayapp.learner.log_probs import compiled
 from rayapp.learner.memory.shape import model_shape
-from rayapp.learner.policy import _compile, load_policy
+from rayapp.learner.policy import load_policy
 from rayapp.learner.state.checkpoint import _state
 from rayapp.learner.state.export import export_hf, sent_weights, weight_shapes
 from rayapp.learner.state.hf_folder import checkpoint_to_hf
@@ -160,15 +161,17 @@ def test_recomputed_and_compiled_layers_have_the_same_gradients(
 ) -> None:
     trial.save_tiny(subject_of("qwen2").architecture, tmp_path)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    _compile.cache_clear()
+    compiled.cache_clear()
     groups, scores = trial.trial_groups(VOCABULARY), []
     for changes in ({}, {"activation_checkpointing": True}, {"compile": True}):
         with trial.learner_of(packed_config(tmp_path, **changes)) as learner:
             scores.append(trial.learner_scores(learner, groups))
-    _compile.cache_clear()
+    compiled.cache_clear()
 
-    plain, *others = (each.gradients for each in scores)
-    assert all(torch.equal(plain[name], other[name]) for other in others for name in plain)
+    plain, recomputed, fused = (each.gradients for each in scores)
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    for name, gradient in plain.items():  # a compiled head rounds otherwise
+        torch.testing.assert_close(fused[name], gradient, atol=1e-4 * float(gradient.abs().max()), rtol=0)
 
 
 def test_experts_are_refused_by_name_before_a_run_too(tmp_path: Path) -> None:
