@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -23,6 +22,7 @@ from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX, did_you_mean
 from rayapp.core.protocols import Tokenizer
 from rayapp.extras.trl.fields import ARGUMENTS, DEFAULTS, FIELDS, NUM_GPUS, NUM_ROWS, PEFT
+from rayapp.storage.media import as_png
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.data.pictures import COLUMNS as PICTURES
 from rayapp.tasks.data.pictures import as_marks, as_stored, with_parts
@@ -239,7 +239,7 @@ def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         made.append(
             {
                 "data_source": DATA_SOURCE,
-                "prompt": as_marks(with_parts(messages, len(pictures))) if pictures else messages,
+                "prompt": as_marks(with_parts(messages, len(pictures))),
                 "ability": "own",
                 "reward_model": {"style": "rule", "ground_truth": ""},
                 "extra_info": {"index": index, "columns": columns},
@@ -256,16 +256,14 @@ def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _pictures(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row's pictures in verl's form."""
-    found: Any = next((row[name] for name in PICTURES if row.get(name) is not None), [])
+    found: Any = next((row[name] for name in PICTURES if row.get(name)), [])
     return list(map(_stored, found if isinstance(found, list | tuple) else [found]))
 
 
 def _stored(picture: Any) -> dict[str, Any]:
     """Return a picture in verl's form: bytes, a path relative to the working directory, or Pillow's."""
     if hasattr(picture, "save"):
-        written = io.BytesIO()
-        picture.save(written, "PNG")
-        picture = written.getvalue()
+        picture = as_png(picture)
     stored = as_stored(picture)
     path = stored["path"]
     is_file = path is not None and not path.startswith("data:") and "://" not in path

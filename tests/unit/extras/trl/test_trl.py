@@ -308,13 +308,18 @@ def test_the_script_of_the_page_runs_before_and_after_with_trls_own_class(tmp_pa
 
 
 def test_columns_with_pictures_become_verls_and_stay_out_of_the_rewards_arguments(tmp_path: Path) -> None:
-    red = Image.new("RGB", (8, 4), (255, 0, 0))
+    red = Image.new("CMYK", (8, 4), (0, 255, 255, 0))  # as of a JPEG for print, which PNG does not hold
     parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
-    rows = [{"prompt": "Which?", "image": red, "answer": 1}, {"prompt": parts, "images": ["a.png"], "answer": 2}]
+    rows = [
+        {"prompt": "Which?", "images": [], "image": red, "answer": 1},
+        {"prompt": parts, "images": ["a.png"], "answer": 2},
+        {"prompt": [{"role": "user", "content": parts[0]["content"][1:]}], "images": [], "answer": 3},
+    ]
 
     run = translated(tmp_path, {}, train_dataset=rows)
 
-    first, second = pq.read_table(run.config.tasks[0]).to_pylist()
+    first, second, text = pq.read_table(run.config.tasks[0]).to_pylist()
+    assert text["prompt"] == [{"role": "user", "content": "Which?"}]
     assert Image.open(io.BytesIO(first["images"][0]["bytes"])).getpixel((0, 0)) == (255, 0, 0)
     assert second["images"] == [{"bytes": None, "path": str(Path("a.png").absolute())}]
     assert [each["prompt"] for each in (first, second)] == [[{"role": "user", "content": "<image>Which?"}]] * 2
