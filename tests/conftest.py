@@ -88,7 +88,7 @@ GROUPS = {
     "unit": {
         "vllm": "vllm_adapter vllm_worker monitoring",
         "mlflow": "traces trackers",
-        "images": "pull tree images",
+        "images": "pull tree",
     },
     "e2e": {
         "standing_ray": (

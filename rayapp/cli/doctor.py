@@ -133,9 +133,12 @@ def _check_model(config: Config, *, has_weights: bool) -> None:
         return
     (check_model if has_weights else check_architecture)(config)
     from rayapp.learner.policy import build_causal_lm
+    from rayapp.learner.state.packed import pack_linears
     from rayapp.storage.models.pictures import load_pictures, reads_pictures
 
-    build_causal_lm(config.model, config.learner, config.max_model_tokens)  # build the model without its weights
+    model = build_causal_lm(config.model, config.learner, config.max_model_tokens)  # without its weights
+    if config.model.quantization == "nf4":
+        pack_linears(model)
     if has_weights and reads_pictures(config.model):
         load_pictures(config.model)  # the engine, too, starts only with the processor
     teacher = frozen_models(config).get("teacher")

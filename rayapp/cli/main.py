@@ -58,7 +58,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "try": ("trying:app", "Try a tool without training."),
     "model": ("model:app", "Fetch models."),
     "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
-    "images": ("extras.images.commands:app", "The cache of images that local sandboxes run on."),
 }
 
 

@@ -42,19 +42,23 @@ class PolicyLoss(NamedTuple):
     pulls_at_zero_advantage: bool  # a trajectory without an advantage may have a gradient
     options: tuple[str, ...] = ()
     is_batch_coupled: bool = False  # selects tokens by statistics of the whole mini-batch
+    clip: str = ""  # meaning of clip_ratio_low and clip_ratio_high, if PPO's numbers mean something else
 
+
+_CISPO = "CISPO bounds importance weights: MiniMax-M1 sets clip_ratio_low=1 (no lower bound) and tunes a wide upper one"
+_DPPO = "DPPO bounds {} of each token, and weights by clip_ratio_c (20 in verl's loss, 3 is PPO's)"
 
 # Policy losses of verl 0.9.1.
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "bypass_mode": PolicyLoss(False, ("loss_type", "rollout_rs", "rollout_rs_threshold")),
-    "cispo": PolicyLoss(False),
+    "cispo": PolicyLoss(False, clip=_CISPO),
     "clip_cov": PolicyLoss(True, ("clip_cov_lb", "clip_cov_ratio", "clip_cov_ub"), is_batch_coupled=True),
-    "dppo_kl": PolicyLoss(False),
-    "dppo_tv": PolicyLoss(False),
+    "dppo_kl": PolicyLoss(False, clip=_DPPO.format("the KL divergence")),
+    "dppo_tv": PolicyLoss(False, clip=_DPPO.format("the change of probability")),
     "dro": PolicyLoss(True, ("dro_beta",)),
-    "geo_mean": PolicyLoss(False),
+    "geo_mean": PolicyLoss(False, clip="GMPO bounds log ratios of tokens: verl's example has 0.4 for both"),
     "gpg": PolicyLoss(False),
-    "gspo": PolicyLoss(False),
+    "gspo": PolicyLoss(False, clip="GSPO bounds ratios of whole answers: verl's example has 3e-4 and 4e-4"),
     "kl_cov": PolicyLoss(True, ("kl_cov_ratio", "ppo_kl_coef"), is_batch_coupled=True),
     "sapo": PolicyLoss(False, ("tau_neg", "tau_pos")),
     "vanilla": PolicyLoss(False),
@@ -275,12 +279,11 @@ class AlgorithmSection(FrozenModel):
     @property
     def loss_note(self) -> str:
         """Sentence for users whose loss has another loss's numbers; else empty."""
-        if self.policy_loss != "cispo" or (self.clip_ratio_low, self.clip_ratio_high) != (0.2, 0.2):
+        known = POLICY_LOSSES.get(self.policy_loss)
+        if known is None or not known.clip or self.clip_ratio_low != 0.2:
             return ""
-        return (
-            "algorithm.policy_loss is cispo, but clip_ratio_low and clip_ratio_high are 0.2, as for PPO. CISPO bounds "
-            "importance weights: MiniMax-M1 leaves out the lower bound (clip_ratio_low=1) and tunes a wide upper one."
-        )
+        numbers = f"clip_ratio_low is 0.2 and clip_ratio_high {self.clip_ratio_high:g}, as for PPO"
+        return f"algorithm.policy_loss is {self.policy_loss}, but {numbers}. {known.clip}."
 
     @property
     def _normalizes(self) -> bool:

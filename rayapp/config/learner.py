@@ -30,6 +30,7 @@ class OptimizerSection(FrozenModel):
 
 
 CPU_SOFTMAX_ROWS = 64  # rows together: 64 x 49152 float32 fit into the last-level cache
+GPU_SOFTMAX_ROWS = 1024  # enough to fill a GPU; float32 copies of a larger chunk would only take memory
 MAX_ADAPTER_RANK = 512  # that vLLM serves
 
 
@@ -90,9 +91,9 @@ class LearnerSection(FrozenModel):
     """Recompute activations of layers in the backward pass: less memory, and for all layers a third more time. A
     number: only of this many layers, from the first on. auto: on GPUs of as few as fit by the plan, on CPU of none."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile norms, rotary positions and gated MLPs with torch.compile: less memory traffic, the same numbers up to
-    rounding. auto: on GPUs, unless run.deterministic is set. Needs Triton, a C compiler and Python's headers on the
-    learners' nodes; on CPU a C++ compiler."""
+    """Compile norms, rotary positions, gated MLPs and the softmax over the vocabulary: less memory traffic, the same
+    numbers up to rounding. auto: on GPUs, unless run.deterministic is set. Needs Triton, a C compiler and Python's
+    headers on the learners' nodes; on CPU a C++ compiler."""
     router_replay: bool = False
     """Router replay (R3), for mixtures of experts: train each token, and compute its old log-prob, with the experts
     that the server chose. A reference chooses its own (docs/learner.md)."""

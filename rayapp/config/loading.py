@@ -101,7 +101,8 @@ RENAMED: Mapping[str, str] = {
 
 _IN_LIST = re.compile(r"[A-Za-z_][\w.]*\[\d+\][^=]*=")
 # Begin of a shell's expansion: `${HOME}`, or a name with an operator (`${name:-default}`).
-_OF_SHELLS = re.compile(r"(?<!\\)\$\{(?=[A-Z0-9_]+\}|(?!oc\.)\w+(\[[^\]]*\])?[:%#/^,@-]|[#!*@?])")
+_OF_SHELLS = re.compile(r"(?<!\\)\$\{(?=[A-Z0-9_]+\}|(?!oc\.)\w+(\[[^\]]*\])?[:%#/^,@+?=-]|\w+\[[@*]\]|[#!*@?$-])")
+_REFERENCE = re.compile(r"\$\{")
 INCLUDE = "include"  # lists other config files (paths relative to this file), which this file's settings override
 
 
@@ -147,7 +148,8 @@ def renamed_keys(values: Any) -> dict[str, str]:
 
 def to_yaml(config: Config) -> str:
     """Return the configuration as YAML with every default filled in; loading it gives an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
+    values = _escaped(config.model_dump(mode="json"), _REFERENCE)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _read(path: Path, parents: tuple[Path, ...] = ()) -> DictConfig:
@@ -167,7 +169,7 @@ def _read(path: Path, parents: tuple[Path, ...] = ()) -> DictConfig:
 
 def _load_yaml(path: Path) -> DictConfig:
     try:
-        loaded = OmegaConf.create(_of_shells_escaped(_plain(path.read_text(encoding="utf-8"))) or {})
+        loaded = OmegaConf.create(_escaped(_plain(path.read_text(encoding="utf-8"))) or {})
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}. {_files_nearby(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -183,12 +185,12 @@ def _plain(text: str) -> Any:
     return yaml.load(text, Loader=get_yaml_loader())
 
 
-def _of_shells_escaped(value: Any) -> Any:
+def _escaped(value: Any, pattern: re.Pattern[str] = _OF_SHELLS) -> Any:
     if isinstance(value, dict):
-        return {key: _of_shells_escaped(each) for key, each in value.items()}
+        return {key: _escaped(each, pattern) for key, each in value.items()}
     if isinstance(value, list):
-        return [_of_shells_escaped(each) for each in value]
-    return _OF_SHELLS.sub(r"\\${", value) if isinstance(value, str) else value
+        return [_escaped(each, pattern) for each in value]
+    return pattern.sub(r"\\${", value) if isinstance(value, str) else value
 
 
 def _change_in_list(merged: DictConfig | ListConfig, override: str) -> None:
@@ -219,7 +221,7 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
         parsed = OmegaConf.create()
         for override in overrides:
             key, _, text = override.partition("=")
-            OmegaConf.update(parsed, key, _of_shells_escaped(_plain(text)))
+            OmegaConf.update(parsed, key, _escaped(_plain(text)))
         return parsed
     except yaml.YAMLError as error:
         raise ConfigError(f"overrides {' '.join(overrides)}: a value is not YAML: {error}") from error

@@ -25,8 +25,8 @@ class LocalConfig(FrozenModel):
     use."""
     image_registries: tuple[str, ...] = ()
     """Registries, as HOST or HOST:PORT, that the images of tasks may come from, besides docker.io, ghcr.io, quay.io,
-    gcr.io, mcr.microsoft.com, nvcr.io, public.ecr.aws, registry.gitlab.com, the hosts in `images`, and images that
-    `rayapp images pull` has brought. Other hosts are refused: rows could name any of your network."""
+    gcr.io, mcr.microsoft.com, nvcr.io, public.ecr.aws, registry.gitlab.com, and the hosts in `images`. Other hosts are
+    refused: rows could name any of your network."""
     images: dict[str, str] = Field(default_factory=dict)
     """Image that a task requires -> image to use in its place, e.g. {"image:python:3.12": "image:oci:/shared/py"}."""
 

@@ -8,13 +8,14 @@ apart, so the gradient of a confident token, 1 - p, would be lost.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rayapp.config.learner import CPU_SOFTMAX_ROWS
+from rayapp.config.learner import CPU_SOFTMAX_ROWS, GPU_SOFTMAX_ROWS
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.types import AllowedTokens, Int32Array
 from rayapp.learner.algo.distillation import kl, kl_gradient
@@ -49,7 +50,7 @@ def masks_on(device: torch.device, allowed: AllowedTokens) -> Masks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """P pairs (position, next token) to score over M positions: several tokens may follow one position."""
+    """P pairs (position, next token), none twice, to score over M positions: several tokens may follow one position."""
 
     rows: Tensor  # position of each pair, ascending, (P,)
     token_ids: Tensor  # (P,)
@@ -69,10 +70,15 @@ class HeadOptions:
     softcap: float | None = None  # logits become cap * tanh(logit / cap), before the temperature
     entropy_needs_grad: bool = False
     needs_sum_pi_squared: bool = False
-    softmax_rows: int | None = None  # in one softmax; None: a whole chunk on a GPU, CPU_SOFTMAX_ROWS on a CPU
+    softmax_rows: int | None = None  # in one softmax; None: the device's CPU_SOFTMAX_ROWS or GPU_SOFTMAX_ROWS
+    is_compiled: bool = False  # where `fuses` allows it, read the logits twice without float32 copies, not 18 times
 
     def rows_together(self, logits: Tensor) -> int:
-        return self.softmax_rows or (CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else logits.shape[0])
+        return self.softmax_rows or (CPU_SOFTMAX_ROWS if logits.device.type == "cpu" else GPU_SOFTMAX_ROWS)
+
+    def fuses(self, teacher: TeacherHead | None, allowed: Masks | None) -> bool:
+        asks_more = self.entropy_needs_grad or self.needs_sum_pi_squared or self.softcap is not None
+        return self.is_compiled and teacher is None and allowed is None and not asks_more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +127,20 @@ class _TokenLogProbs(torch.autograd.Function):
         num_rows = hidden.shape[0]
         log_probs = hidden.new_empty(rows.shape[0], dtype=torch.float32)
         entropy, squares, teacher_kl = hidden.new_zeros(3, num_rows, dtype=torch.float32)
-        kept: list[Tensor] = []
+        is_fused = options.fuses(teacher, allowed)
+        log_norms, kept = list[Tensor](), list[Tensor]()
         for start, stop in _chunks(num_rows, options.chunk_rows):
             logits = hidden[start:stop] @ weight.t()  # (C, V)
             first, last = int(first_pairs[start]), int(first_pairs[stop])
             pairs = (rows[first:last] - start, token_ids[first:last])
             outputs = (log_probs[first:last], entropy[start:stop], squares[start:stop])
             inputs = _Logits(logits, options, allowed, start)
-            _score(inputs, pairs, first_pairs[start : stop + 1] - first, outputs)
+            if is_fused:
+                log_norm, entropy[start:stop] = compiled(_log_norms)(logits, options.temperature)
+                log_probs[first:last] = _target_log_probs(logits, log_norm, pairs, options.temperature)
+                log_norms.append(log_norm)
+            else:
+                _score(inputs, pairs, first_pairs[start : stop + 1] - first, outputs)
             if teacher is not None:
                 for low, high in _chunks(stop - start, options.rows_together(logits)):
                     log_p = torch.log_softmax(inputs.scaled(low, high), dim=-1)
@@ -138,7 +150,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 kept.append(logits)
         ctx.save_for_backward(hidden, weight, rows, token_ids, *kept)
         ctx.options, ctx.first_pairs, ctx.teacher = options, first_pairs, teacher
-        ctx.allowed = allowed
+        ctx.allowed, ctx.log_norms = allowed, log_norms
         ctx.mark_non_differentiable(*([squares] if teacher is not None else [squares, teacher_kl]))
         if not options.entropy_needs_grad:
             ctx.mark_non_differentiable(entropy)
@@ -168,7 +180,11 @@ class _TokenLogProbs(torch.autograd.Function):
                 entropy=None if grad_entropy is None else grad_entropy[start:stop] * scale,
                 teacher=None if ctx.teacher is None else (ctx.teacher, start, grad_kl[start:stop] * scale),
             )
-            grad_logits = _to_gradient(_Logits(logits, options, ctx.allowed, start), slopes)
+            if ctx.log_norms:
+                _fill_gradient(logits, ctx.log_norms[number], slopes, options.temperature)
+                grad_logits = logits
+            else:
+                grad_logits = _to_gradient(_Logits(logits, options, ctx.allowed, start), slopes)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start:stop])
             if ctx.needs_input_grad[1]:
@@ -223,6 +239,43 @@ def _score(
         entropy[start:stop] = log_norm - _row_dots(probs, scaled)
         if options.needs_sum_pi_squared:
             squares[start:stop] = _row_dots(probs, probs)
+
+
+@cache
+def compiled(function: Any) -> Any:
+    from torch._dynamo import config
+
+    # Torch 2.13 would make a norm's epsilon an input: a tensor on the CPU, for which GPUs too would need C++.
+    config.specialize_float = True
+    return torch.compile(function, dynamic=True)
+
+
+def _log_norms(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return log Z and the entropy (C,) of logits (C, V). Compiled it is one kernel without temporaries (C, V)."""
+    scaled = logits.float() / temperature
+    largest = scaled.amax(dim=-1, keepdim=True)
+    below = scaled - largest
+    weights = below.exp()
+    total = weights.sum(dim=-1)
+    log_total = total.log()
+    return largest[:, 0] + log_total, log_total - (weights * below).sum(dim=-1) / total
+
+
+def _target_log_probs(logits: Tensor, log_norm: Tensor, pairs: tuple[Tensor, Tensor], temperature: float) -> Tensor:
+    return logits[pairs].float() / temperature - log_norm[pairs[0]]
+
+
+def _fill_gradient(logits: Tensor, log_norm: Tensor, slopes: _Slopes, temperature: float) -> None:
+    """Replace logits as `_to_gradient` does. Targets are computed in float32 before their logits are overwritten."""
+    per_row = torch.zeros_like(log_norm).index_add_(0, slopes.rows, slopes.log_probs)
+    targets = (slopes.rows, slopes.token_ids)
+    p = _target_log_probs(logits, log_norm, targets, temperature).exp()
+    compiled(_fill_slopes)(logits, log_norm, per_row, temperature)
+    logits.index_put_(targets, (slopes.log_probs - p * per_row[slopes.rows]).to(logits.dtype))
+
+
+def _fill_slopes(logits: Tensor, log_norm: Tensor, per_row: Tensor, temperature: float) -> None:
+    logits.copy_((logits.float() / temperature - log_norm[:, None]).exp() * -per_row[:, None])
 
 
 def _scaled(logits: Tensor, options: HeadOptions) -> Tensor:

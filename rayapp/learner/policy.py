@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
@@ -52,7 +52,15 @@ from rayapp.learner.families.pictures import (
 )
 from rayapp.learner.families.router_replay import EXPERTS, RouterReplay
 from rayapp.learner.family import check_family, fit_to_packing, head_rule, read_architecture, training_mode
-from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, masks_on, token_log_probs
+from rayapp.learner.log_probs import (
+    HeadOptions,
+    Targets,
+    TeacherHead,
+    compiled,
+    first_pairs_of,
+    masks_on,
+    token_log_probs,
+)
 from rayapp.learner.sequence import (
     SEQUENCE_ATTENTION,
     OwnTokens,
@@ -414,16 +422,7 @@ def fuse(causal_lm: Any, *, is_asked: bool) -> None:
 
 
 def _compiled(function: Any) -> Any:
-    return _compile(getattr(function, "_torchdynamo_orig_callable", function))
-
-
-@cache
-def _compile(function: Any) -> Any:
-    from torch._dynamo import config
-
-    # Torch 2.13 would make a norm's epsilon an input: a tensor on the CPU, for which GPUs too would need C++.
-    config.specialize_float = True
-    return torch.compile(function, dynamic=True)
+    return compiled(getattr(function, "_torchdynamo_orig_callable", function))
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -198,6 +198,7 @@ class PolicyLearner:
             chunk_rows=self.config.learner.log_prob_chunk_tokens,
             entropy_needs_grad=self.config.algorithm.entropy_coef > 0,
             needs_sum_pi_squared=needs_sum_pi_squared,
+            is_compiled=self.config.compiles(on_gpu=self.ranks.device.type == "cuda"),
         )
 
 

@@ -21,7 +21,7 @@ from rayapp.rollout.agents import SINGLE_TURN_AGENT
 from rayapp.rollout.order import GroupRequest, Mixing, prompt_index
 from rayapp.rollout.problem import agent_start, plays_environments
 from rayapp.sandbox.images import Reference, is_image, parse
-from rayapp.sandbox.providers import image_source, wanted_images
+from rayapp.sandbox.providers import image_source, registries_of
 from rayapp.tasks.loading import load_tasks
 
 # Images of each task of one source, in the order of `tasks`; empty if none needs an image.
@@ -76,7 +76,7 @@ def _pinned(section: LocalConfig, name: str, earlier: str, record: Path) -> str:
     if reference.digest and image_source(section).find(reference.template) is not None:
         return reference.template
     try:
-        current: Reference = load_extra("images.pull:resolve")(reference, wanted_images(section))
+        current: Reference = load_extra("images.pull:resolve")(reference, registries_of(section))
         return current.template
     except ImageError as error:
         if not earlier:

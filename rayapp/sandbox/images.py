@@ -1,10 +1,10 @@
-"""Names of images, as written in `SandboxSpec.template` and on the command line, and what a sandbox needs of an image.
+"""Names of images, as written in `SandboxSpec.template`, and what a sandbox needs of an image.
 `rayapp.extras.images` pulls images.
 
 image:REGISTRY/NAME[:TAG][@sha256:…]    in a registry; without REGISTRY, in Docker's
 image:oci:FOLDER[:TAG]                  in a folder with OCI's image layout
 image:archive:FILE.tar[:NAME]           in a file that `docker save`, or a tool for OCI archives, wrote
-image:build:NAME                        stored by `rayapp images pull --name NAME`
+image:build:NAME                        of a task whose Dockerfile has to be built; the config gives an image for it
 """
 
 from __future__ import annotations

@@ -46,16 +46,16 @@ def local_provider(config: SandboxConfig) -> LocalProvider | None:
     )
 
 
-def wanted_images(section: LocalConfig) -> Any:
-    """Return the settings of pulls (`rayapp.extras.images.pull.Wanted`) for images that tasks name."""
-    return load_extra("images.pull:wanted_by_tasks")(section.image_registries, section.images)
+def registries_of(section: LocalConfig) -> Any:
+    """Return the registries that may be asked for the images of tasks."""
+    return load_extra("images.pull:registries_of")(section.image_registries, section.images)
 
 
 def image_source(section: LocalConfig) -> ImageCache:
     source: ImageCache = load_extra("images.cache:ImageSource")(
         folder=section.image_cache,
         max_gib=section.image_cache_gib,
-        wanted=wanted_images(section),
+        registries=registries_of(section),
         aliases=section.images,
     )
     return source
@@ -129,8 +129,8 @@ def _why_no_image(section: LocalConfig, template: str) -> str:
         reference = parse(wanted)
     except ImageError as error:
         return str(error)
-    if reference.kind == "build" and image_source(section).find(wanted) is None:
-        return "the local provider has no such image: build it, then run `rayapp images pull archive:FILE --name NAME`"
+    if reference.kind == "build":
+        return "the local provider builds none: run `docker build` and `docker save`, and give the file in its `images`"
     return why_no_images_here()
 
 

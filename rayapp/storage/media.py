@@ -72,6 +72,13 @@ def opened(encoded: bytes) -> Any:
     return shown
 
 
+def as_png(picture: Any) -> bytes:
+    """Return the bytes of a picture in Pillow's form; PNG holds no CMYK, which becomes RGB."""
+    written = io.BytesIO()
+    (picture if picture.mode in ("1", "L", "LA", "P", "RGBA") else picture.convert("RGB")).save(written, "PNG")
+    return written.getvalue()
+
+
 def from_data_uri(uri: str) -> bytes:
     """Return the bytes of `data:image/png;base64,…`. Raises InputError: it has another form or is too long."""
     head, comma, data = uri.partition(",")

@@ -18,7 +18,9 @@ from typing import Any, Self
 import regex
 from jsonschema import Draft202012Validator, validators
 from jsonschema.exceptions import SchemaError, ValidationError, best_match
-from referencing.jsonschema import EMPTY_REGISTRY
+from referencing import Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012, EMPTY_REGISTRY
 
 from rayapp.core.aio import guarded
 from rayapp.core.errors import ConfigError, InputError, RayappError, SandboxError, ToolUnavailableError
@@ -88,14 +90,16 @@ class ArgumentChecker:
     """Checks whether arguments fit a tool's schema. SchemaError: it is no JSON schema, or can't be checked safely."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
-        _Validator.check_schema(dict(schema))
+        kind = _extend(validators.validator_for(schema, Draft202012Validator), _LIMITED)
+        kind.check_schema(dict(schema))
         if any(isinstance(part, dict) and "patternProperties" in part for part in _values(dict(schema))):
             raise SchemaError(
                 "patternProperties is not supported, because matching a pattern can take forever. List the properties "
                 "by name"
             )
         # The registry is empty, because the default registry would fetch a `$ref` from the network.
-        self._validator = _Validator(dict(schema), registry=EMPTY_REGISTRY)
+        self._validator = kind(dict(schema), registry=EMPTY_REGISTRY)
+        _check_references(dict(schema))
 
     def problem(self, arguments: object) -> str:
         """Return why these arguments don't fit the schema; empty if they fit."""
@@ -107,6 +111,23 @@ class ArgumentChecker:
             return ""
         where = "/".join(str(part) for part in error.absolute_path)
         return f"{where}: {error.message}" if where else str(error.message)
+
+
+def _check_references(schema: dict[str, Any]) -> None:
+    """Raise SchemaError for a reference without a target, or in a circle, with which no call could be checked."""
+    resource = Resource.from_contents(schema, default_specification=DRAFT202012)
+    base = resource.id() or ""
+    resolver = EMPTY_REGISTRY.with_resource(base, resource).resolver(base)
+    for part in _values(schema):
+        target, passed = part, list[str]()
+        while isinstance(target, dict) and isinstance(name := target.get("$ref"), str):
+            if name in passed:
+                raise SchemaError(f"$ref {name!r} leads back to itself")
+            passed.append(name)
+            try:
+                target = resolver.lookup(name).contents
+            except Unresolvable:
+                raise SchemaError(f"$ref {name!r} names nothing in the schema") from None
 
 
 def _pattern(validator: Any, pattern: str, text: object, schema: object) -> Iterator[ValidationError]:
@@ -130,8 +151,14 @@ def _key(value: object) -> object:
     return isinstance(value, bool), value
 
 
+def _type(validator: Any, types: Any, value: object, schema: Mapping[str, Any]) -> Iterator[ValidationError]:
+    """Check `type`, where OpenAPI's `nullable` allows null."""
+    if value is not None or schema.get("nullable") is not True:
+        yield from Draft202012Validator.VALIDATORS["type"](validator, types, value, schema)
+
+
 _extend: Any = validators.extend  # jsonschema has no type information
-_Validator = _extend(Draft202012Validator, {"pattern": _pattern, "uniqueItems": _unique_items})
+_LIMITED = {"pattern": _pattern, "uniqueItems": _unique_items, "type": _type}
 
 
 log = logging.getLogger(__name__)

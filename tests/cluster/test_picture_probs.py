@@ -90,10 +90,14 @@ async def compared(config: Config, learner: PolicyLearner) -> list[tuple[float, 
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "smolvlm"])
-def test_vllm_and_learner_agree_on_pictures_before_and_after_a_sync(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("rank", "quantization"), [(0, "none"), (4, "none"), (4, "nf4")])
+def test_vllm_and_learner_agree_on_pictures_before_and_after_a_sync(
+    tmp_path: Path, family: str, rank: int, quantization: str
+) -> None:
     folder = save_picture_model(tmp_path / family, family)
-    config = trial.trial_config(folder, max_tokens_per_microbatch=512, optimizer={"lr": 1e-2})
-    config = with_values(config, rollout={"max_prompt_tokens": 160})
+    lora = {"rank": rank, "alpha": 16}
+    config = trial.trial_config(folder, max_tokens_per_microbatch=512, optimizer={"lr": 1e-2}, lora=lora)
+    config = with_values(config, rollout={"max_prompt_tokens": 160}, model={"quantization": quantization})
     with trial.learner_of(config) as learner:
         differences = asyncio.run(compared(config, learner))
 

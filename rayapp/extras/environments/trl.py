@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import io
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +21,7 @@ from rayapp.core.own_thread import in_thread
 from rayapp.core.trajectories import storable
 from rayapp.core.types import Trajectory
 from rayapp.extras.environments.files import Columns, EnvironmentTask, TrlEnvironment
+from rayapp.storage.media import as_png
 from rayapp.tasks.custom_rewards import load_function
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
@@ -180,7 +180,7 @@ def _output(said: Any) -> ToolOutput:
     if not pictures:
         return ToolOutput(text=str(said))
     texts = [str(part) for part in parts if not any(part is picture for picture in pictures)]
-    return ToolOutput(text="\n".join(texts), pictures=tuple(map(_encoded, pictures)))
+    return ToolOutput(text="\n".join(texts), pictures=tuple(p if isinstance(p, bytes) else as_png(p) for p in pictures))
 
 
 def _value_of(part: Any) -> Any:
@@ -188,14 +188,6 @@ def _value_of(part: Any) -> Any:
         case {"type": "image", "image": value} | {"type": "text", "text": value}:
             return value
     return part
-
-
-def _encoded(picture: Any) -> bytes:
-    if isinstance(picture, bytes):
-        return picture
-    written = io.BytesIO()
-    picture.save(written, "PNG")
-    return written.getvalue()
 
 
 async def _call(function: Callable[..., Any], *, timeout_s: float, what: str, **arguments: Any) -> Any:

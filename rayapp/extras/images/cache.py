@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rayapp.extras.images.pull import Wanted, pull
+from rayapp.extras.images.pull import pull
 from rayapp.extras.images.store import Hold, Store, open_store
 from rayapp.sandbox.images import Image, parse
 
@@ -25,12 +25,12 @@ class ImageSource:
         *,
         folder: str = "",
         max_gib: float = 50.0,
-        wanted: Wanted | None = None,
+        registries: Collection[str] | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         """Args: aliases: template -> the one to use in its place, e.g. with the digest that the run has pinned."""
         self._folder, self._max_gib = folder, max_gib
-        self._wanted = wanted
+        self._registries = registries
         self._aliases = aliases or {}
         self._opened: Store | None = None
         self._pulls: dict[str, asyncio.Future[None]] = {}
@@ -89,7 +89,7 @@ class ImageSource:
             self._threads = self._threads or ThreadPoolExecutor(_PULLS_AT_ONCE, thread_name_prefix="pull-image")
             reference = parse(self._aliases.get(template, template))
             loop = asyncio.get_running_loop()
-            task = loop.run_in_executor(self._threads, lambda: pull(self.store, reference, self._wanted).release())
+            task = loop.run_in_executor(self._threads, lambda: pull(self.store, reference, self._registries).release())
             task.add_done_callback(lambda _: self._pulls.pop(template, None))
             self._pulls[template] = task
         return self._pulls[template]

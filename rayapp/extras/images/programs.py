@@ -15,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
 from rayapp.extras.images.store import Store
@@ -112,7 +111,6 @@ def skopeo(
     arguments: Sequence[str],
     *,
     watched: Watch | None = None,
-    progress: IO[str] | int = subprocess.PIPE,
 ) -> bytes:
     """Run skopeo, and return its output. Raises ImageError, and SandboxUnavailableError (the registry)."""
     what = f"image {reference}"
@@ -127,7 +125,7 @@ def skopeo(
         child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
-            stdout=progress,
+            stdout=subprocess.DEVNULL if watched is not None else subprocess.PIPE,
             stderr=errors,
             env=os.environ | ({"TMPDIR": str(watched.folder)} if watched is not None else {}),
         )

@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
 import tarfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rayapp.core.errors import ImageError, SandboxUnavailableError, one_line
 from rayapp.extras.images.programs import Watch, in_child, program, skopeo, this_platform, too_large, usage
@@ -35,23 +34,14 @@ _MAX_DOCUMENT_BYTES = 8 << 20
 _RETRIES = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """Settings of a pull."""
-
-    # Registries that may be asked; None: any, for names that a person typed.
-    registries: Collection[str] | None = None
-    progress: IO[str] | int = subprocess.DEVNULL  # File or descriptor for skopeo's progress.
-
-
-def wanted_by_tasks(registries: Collection[str], aliases: Mapping[str, str]) -> Wanted:
-    """Return the settings for images that tasks name: only hosts of the config are asked.
+def registries_of(registries: Collection[str], aliases: Mapping[str, str]) -> set[str]:
+    """Return the registries that may be asked for the images of tasks: public ones, and hosts of the config.
 
     Args:
         aliases: image that a task names -> image that the config gives in its place.
     """
     given = {parse(image).registry for image in aliases.values() if is_image(image)}
-    return Wanted(registries={*PUBLIC, *registries, *given})
+    return {*PUBLIC, *registries, *given}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +52,26 @@ class _Source:
     is_plain: bool = False  # True for a registry that is asked without TLS.
 
 
-def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Hold:
+def pull(store: Store, reference: Reference, registries: Collection[str] | None = None) -> Hold:
     """Return a lock that keeps an image in the cache, after pulling it if it is missing. A tag's digest is always asked
-    for; a name with a digest, or one that was built here, needs no request.
+    for; a name with a digest needs no request.
 
+    Args:
+        registries: registries that may be asked; None: any.
     Raises:
         ImageError: the image is missing, damaged, too large, for another platform, or its registry must not be asked.
         SandboxUnavailableError: the registry can't be reached.
     """
-    wanted = wanted or Wanted()
-    if reference.digest or reference.kind == "build":
+    if reference.digest:
         found = store.named(reference)
         if found is not None and (hold := store.hold(found)) is not None:
             return hold
-    source, digest = _resolved(reference, wanted)
+    source, digest = _resolved(reference, registries)
     for _ in range(3):
         if store.image(digest) is None:
             with store.alone(tree_of(digest)):
                 if store.image(digest) is None:
-                    _bring(store, source, reference, digest, wanted)
+                    _bring(store, source, reference, digest)
         found = store.image(digest)
         if found is not None and (hold := store.hold(found)) is not None:
             pinned = reference.pinned(digest) if reference.kind == "registry" else reference
@@ -92,19 +83,19 @@ def pull(store: Store, reference: Reference, wanted: Wanted | None = None) -> Ho
     )
 
 
-def resolve(reference: Reference, wanted: Wanted | None = None) -> Reference:
+def resolve(reference: Reference, registries: Collection[str] | None = None) -> Reference:
     """Look up the name's digest without downloading the image. Raises as `pull`."""
     if reference.kind != "registry":
         return reference
-    return reference.pinned(_resolved(reference, wanted or Wanted())[1])
+    return reference.pinned(_resolved(reference, registries)[1])
 
 
-def _resolved(reference: Reference, wanted: Wanted) -> tuple[_Source, str]:
+def _resolved(reference: Reference, registries: Collection[str] | None) -> tuple[_Source, str]:
     registry = reference.registry.lower()
-    if registry and wanted.registries is not None and registry not in wanted.registries:
+    if registry and registries is not None and registry not in registries:
         raise ImageError(
             f"image {reference} is refused: its registry {registry} is not in sandbox.providers[].image_registries. A "
-            "task may not choose which hosts are asked. Add the registry there, or run `rayapp images pull` for it"
+            "task may not choose which hosts are asked. Add the registry there"
         )
     source = _source(reference)
     raw = skopeo("inspect", reference, [*(["--tls-verify=false"] if source.is_plain else []), "--raw", source.name])
@@ -126,7 +117,7 @@ def _source(reference: Reference) -> _Source:
         case "archive":
             return _Source(name=_archive(reference))
     raise ImageError(
-        f"image {reference} is not in the cache: build it, and run `rayapp images pull archive:FILE --name NAME`"
+        f"image {reference} has to be built, and given in sandbox.providers[].images (docs/environments.md)"
     )
 
 
@@ -150,14 +141,14 @@ def _archive(reference: Reference) -> str:
     raise ImageError(f"image {reference} is not in the archive")
 
 
-def _bring(store: Store, source: _Source, reference: Reference, digest: str, wanted: Wanted) -> None:
+def _bring(store: Store, source: _Source, reference: Reference, digest: str) -> None:
     """Download and unpack an image. The caller holds the lock of its tree."""
     what = f"image {reference}"
     with store.pending(tree_of(digest)) as folder:
         layout = folder / "oci"
         flags = ["--src-tls-verify=false"] if source.is_plain else []
         copy = [*flags, f"--retry-times={_RETRIES}", source.name, f"oci:{layout}:image"]
-        skopeo("copy", reference, copy, watched=Watch(store, folder, what), progress=wanted.progress)
+        skopeo("copy", reference, copy, watched=Watch(store, folder, what))
         config = _config(layout, what)
         inner = config.get("config") or {}
         if not store.make_room(_GUESSED_RATIO * usage(folder)[0]):

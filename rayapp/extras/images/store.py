@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -109,15 +108,6 @@ class Store:
                     found.append((image, path.stat().st_mtime))
         return sorted(found, key=lambda each: each[1])
 
-    def names(self) -> dict[str, str]:
-        """Return every known name with its image's digest."""
-        found = {}
-        for path in (self.folder / "names").glob("*.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                entry = json.loads(path.read_text())
-                found[str(entry["name"])] = str(entry["digest"])
-        return found
-
     def hold(self, image: Image) -> Hold | None:
         """Return a lock on an image, and note its use; None if the image was just evicted."""
         file = self._lock_file(image.tree).open("ab")
@@ -166,26 +156,22 @@ class Store:
         return sum(image.num_bytes for image, _ in self.images())
 
     def make_room(self, num_bytes: int) -> bool:
-        """Evict the least recently used images until this many bytes fit; return False if they can't."""
+        """Remove leftovers of interrupted pulls, and evict the least recently used images until this many bytes fit;
+        return False if they can't."""
         with self.alone("cache"):
+            self._remove_leftovers()
             for image, _ in self.images():
                 if self.num_bytes() + num_bytes <= self.max_bytes:
                     return True
                 self._evict(image)
             return self.num_bytes() + num_bytes <= self.max_bytes
 
-    def prune(self, *, unused_s: float = 0.0) -> list[Image]:
-        """Remove the images that no process holds and that were not used for this long, and what has no record."""
-        with self.alone("cache"):
-            before = time.time() - unused_s
-            gone = [image for image, used in self.images() if used <= before and self._evict(image)]
-            known = {image.tree for image, _ in self.images()}
-            for path in self.trees.iterdir():
-                name = path.name.partition(_PENDING)[0]
-                with self._if_unused(name) as is_unused:
-                    if is_unused and path.name not in known:
-                        remove_tree(path)
-        return gone
+    def _remove_leftovers(self) -> None:
+        known = {image.tree for image, _ in self.images()}
+        for path in self.trees.iterdir():
+            with self._if_unused(path.name.partition(_PENDING)[0]) as is_unused:
+                if is_unused and path.name not in known:
+                    remove_tree(path)
 
     def _evict(self, image: Image) -> bool:
         with self._if_unused(image.tree) as is_unused:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
+from typing import Any
 
 from rayapp.core.errors import SandboxConfigError, SandboxProtocolError
 from rayapp.core.protocols import Sandbox
@@ -216,16 +217,11 @@ def _read_reward(data: bytes, *, is_json: bool, told: str) -> Reward:
     return _reward(value, told if value < 1.0 else "")
 
 
-def _value_of(rewards: object) -> float:
+def _value_of(rewards: Any) -> float:
     """Return the number of a reward file: itself, the key `reward`, or else the only value."""
-    match rewards:
-        case {"reward": int() | float() as value}:
-            return float(value)
-        case int() | float() if not isinstance(rewards, bool):
-            return float(rewards)
-        case dict() if len(rewards) == 1:
-            return float(next(iter(rewards.values())))
-    raise ValueError(rewards)
+    if isinstance(rewards, dict):
+        [rewards] = [rewards["reward"]] if "reward" in rewards else rewards.values()
+    return float(rewards)
 
 
 def _reward(value: float, detail: str) -> Reward:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -23,14 +22,15 @@ from rayapp.core.errors import ConfigError, InputError
 from rayapp.core.names import PREFIX, did_you_mean
 from rayapp.core.protocols import Tokenizer
 from rayapp.extras.trl.fields import ARGUMENTS, DEFAULTS, FIELDS, NUM_GPUS, NUM_ROWS, PEFT
+from rayapp.storage.media import as_png
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.data.pictures import COLUMNS as PICTURES
 from rayapp.tasks.data.pictures import as_marks, as_stored, with_parts
 
 DATA_SOURCE = "trl"
 _FOLDER = "trl_data"
-# Arguments that TRL passes to reward functions and rayapp doesn't.
-_NOT_PASSED = ("trainer_state", "log_extra", "log_metric")
+# Columns that TRL doesn't pass to reward functions under their name.
+_NOT_PASSED = ("prompt", "prompts", "completion", "completions", "completion_ids", *PICTURES)
 
 
 def trl_config(
@@ -73,11 +73,13 @@ def trl_config(
     train_rows = _rows(train_dataset, "train_dataset")
     known = dict(DEFAULTS) | given | {NUM_GPUS: num_gpus, NUM_ROWS: len(train_rows)}
     rows, problems = _landings(given, known)
-    problems += _problems_of_arguments(model, others) + _problems_of_rewards(rewards, known)
+    passed = {"prompts", "completions", *_passed(train_rows[0] if train_rows else {})}
+    passed |= {"environments"} if environment_factory or tools else set()
+    problems += _problems_of_arguments(model, others) + _problems_of_rewards(rewards, known, passed)
     if tools and environment_factory:
         problems.append("tools can't be imported with environment_factory: make them methods of the environment")
-    if tools and not rewards:
-        problems.append("reward_funcs is empty: give the functions that score what the policy does with its tools")
+    if not rewards and not environment_factory:
+        problems.append("reward_funcs is empty: give the functions that score what the policy does")
     problems += [] if train_rows or environment_factory else [_NO_ROWS]
     adapters = _adapters(peft_config, problems)
     if problems:
@@ -145,19 +147,28 @@ def _names(functions: Sequence[Any]) -> list[str]:
     return names
 
 
-def _problems_of_rewards(rewards: Sequence[Any], known: Values) -> list[str]:
+def _problems_of_rewards(rewards: Sequence[Any], known: Values, passed: set[str]) -> list[str]:
     weights, problems = known["reward_weights"], []
     if weights is not None and len(weights) != len(rewards):
         problems.append(f"reward_weights has {len(weights)} weights for {len(rewards)} reward_funcs: give one for each")
     for reward, name in zip(rewards, _names(rewards), strict=True):
         if not callable(reward):
             problems.append(f"reward_funcs: {reward!r} is a model: make it a judge with a weight (docs/judges.md)")
-        elif missing := [part.name for part in _parameters(reward) if part.name in _NOT_PASSED and _is_needed(part)]:
+            continue
+        parts = {part.name: part for part in _parameters(reward)}
+        if missing := [each for each, part in parts.items() if _is_needed(part) and each not in passed]:
             problems.append(
                 f"reward_funcs: {name} needs {', '.join(missing)}, which rayapp doesn't pass: give a default, such as "
                 "None (docs/migrate-from-trl.md)"
             )
+        is_open = not parts or any(part.kind is inspect.Parameter.VAR_KEYWORD for part in parts.values())
+        if not is_open and (unread := sorted(passed - parts.keys())):
+            problems.append(f"reward_funcs: {name} doesn't take {', '.join(unread)}, which it gets: add **kwargs")
     return problems
+
+
+def _passed(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: value for name, value in row.items() if name not in _NOT_PASSED}
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -168,7 +179,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _is_needed(part: inspect.Parameter) -> bool:
-    return part.default is inspect.Parameter.empty and part.kind is not inspect.Parameter.VAR_KEYWORD
+    is_one = part.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return is_one and part.default is inspect.Parameter.empty and part.name != "completion_ids"
 
 
 def _environment_of(tools: Sequence[Callable[..., Any]]) -> Callable[[], Any]:
@@ -227,7 +239,7 @@ def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
         made.append(
             {
                 "data_source": DATA_SOURCE,
-                "prompt": as_marks(with_parts(messages, len(pictures))) if pictures else messages,
+                "prompt": as_marks(with_parts(messages, len(pictures))),
                 "ability": "own",
                 "reward_model": {"style": "rule", "ground_truth": ""},
                 "extra_info": {"index": index, "columns": columns},
@@ -244,16 +256,14 @@ def _write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _pictures(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row's pictures in verl's form."""
-    found: Any = next((row[name] for name in PICTURES if row.get(name) is not None), [])
+    found: Any = next((row[name] for name in PICTURES if row.get(name)), [])
     return list(map(_stored, found if isinstance(found, list | tuple) else [found]))
 
 
 def _stored(picture: Any) -> dict[str, Any]:
     """Return a picture in verl's form: bytes, a path relative to the working directory, or Pillow's."""
     if hasattr(picture, "save"):
-        written = io.BytesIO()
-        picture.save(written, "PNG")
-        picture = written.getvalue()
+        picture = as_png(picture)
     stored = as_stored(picture)
     path = stored["path"]
     is_file = path is not None and not path.startswith("data:") and "://" not in path
@@ -309,9 +319,16 @@ class WeightedRewards:
         return {"completion_ids": [_tokenizer(self.model).encode(text, add_special_tokens=False)]}
 
     def _named(self, found: Sequence[Any]) -> dict[str, float]:
-        return {
-            name: float(value) for name, [value] in zip(_names(self.functions), found, strict=True) if value is not None
-        }
+        named = dict[str, float]()
+        for name, values in zip(_names(self.functions), found, strict=True):
+            try:
+                [value] = values
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"{name} returned {values!r:.60}, not a list with a reward for each completion"
+                ) from None
+            named |= {} if value is None else {name: float(value)}
+        return named
 
     def total(self, terms: Mapping[str, float]) -> float:
         return sum(
@@ -346,8 +363,8 @@ class _Answers:
 
     def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Any:
         columns = json.loads(extra_info["columns"])
-        prompt = columns.pop("prompt")
+        prompt = columns["prompt"]
         said: Any = solution_str if isinstance(prompt, str) else [{"role": "assistant", "content": solution_str}]
-        each = {name: [value] for name, value in columns.items()}
+        each = {name: [value] for name, value in _passed(columns).items()}
         terms = self.rewards.terms(prompts=[prompt], completions=[said], **each)
         return _then(terms, lambda found: {**found, "score": self.rewards.total(found)})

@@ -44,9 +44,12 @@ def template_variable(key: str, value: Any, values: Values) -> Landing:
 
 
 def image_key(key: str, value: Any, values: Values) -> Landing:
-    """Map the column of pictures. A command that names it trains on pictures, and verl then also trains the tower."""
+    """Map the column of pictures. A command that names it trains on pictures, and verl then also trains the tower,
+    unless it trains adapters."""
     if value not in ("images", "image"):
         raise ConfigError(f"{key} = {value!r} can't be imported: name the column images (docs/pictures.md).")
+    if values.get("actor_rollout_ref.model.lora_rank"):
+        return Landing(settings={"model.freeze_vision": True}, note="only the language model gets adapters")
     is_frozen = bool(values.get("actor_rollout_ref.actor.freeze_vision_tower"))
     return Landing(
         settings={"model.freeze_vision": is_frozen}, note="the vision tower is trained unless verl freezes it"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rayapp.config.bundles import asked_servers
 from rayapp.config.config import Config, alone, frozen_models, with_values
-from rayapp.config.learner import LearnerSection
+from rayapp.config.learner import GPU_SOFTMAX_ROWS, LearnerSection
 from rayapp.config.other_models import ModelServerSection
 from rayapp.config.sections import ServerSection
 from rayapp.learner.memory.shape import GIB, Gpu, ModelShape, model_shape
@@ -386,9 +386,9 @@ def head_bytes(
     softmax_rows: int | None = None,
 ) -> int:
     """Return the peak bytes of computing log-probs in chunks (`rayapp.learner.log_probs`). `num_tokens` None: more than
-    the number whose logits are kept; `softmax_rows` None: a whole chunk, as on a GPU; `needs_logits`: the loss needs a
+    the number whose logits are kept; `softmax_rows` None: as on a GPU; `needs_logits`: the loss needs a
     teacher's distribution."""
-    own = _own_head_bytes(shape, learner, num_tokens, softmax_rows or sys.maxsize)
+    own = _own_head_bytes(shape, learner, num_tokens, softmax_rows or GPU_SOFTMAX_ROWS)
     return own + (_teacher_head_bytes(shape, learner, num_tokens) if needs_logits else 0)
 
 

@@ -151,7 +151,7 @@ def model_shape(config: Config) -> ModelShape:
 
     from rayapp.learner.families.experts import check_expert_parallel
     from rayapp.learner.families.pictures import build_model, tower_parameters
-    from rayapp.storage.models.nf4 import is_packed
+    from rayapp.learner.state.packed import packed_linears
 
     config = with_local_model(config)
     path, trusted = config.model.path, config.model.trust_remote_code
@@ -171,7 +171,7 @@ def model_shape(config: Config) -> ModelShape:
     heads = read.num_attention_heads
     num_parameters = sum(p.numel() for p in model.parameters()) - (tower if config.model.freeze_vision else 0)
     check_expert_parallel(model, config.learner)
-    packed = [p.numel() for name, p in model.named_parameters() if is_packed(name, p.shape)]
+    packed = packed_linears(model) if config.model.quantization == "nf4" else {}
     adapters = _adapters(model, config.learner)
     teacher = frozen_models(config).get("teacher")
     if teacher is not None:
@@ -189,7 +189,7 @@ def model_shape(config: Config) -> ModelShape:
         norms_heads=any(".q_norm." in name for name, _ in model.named_parameters()),
         num_adapter_parameters=sum(p.numel() for p in adapters),
         adapter_rank_sum=len(adapters) // 2 * config.learner.lora.rank // len(layers),
-        num_packed=sum(packed) if config.model.quantization == "nf4" else 0,
+        num_packed=sum(linear.weight.numel() for linear in packed.values()),
         **(_tower(model.config.vision_config, tower, is_frozen=config.model.freeze_vision) if tower else {}),
         teacher=None if teacher is None else model_shape(teacher),
         **_experts(model, config.learner.expert_parallel_size),

@@ -34,14 +34,9 @@ class _Product(torch.autograd.Function):
         return gradient @ unpack(packed, gradient.dtype), None
 
 
-def pack_linears(causal_lm: Any) -> None:
-    """Make the linear layers of the decoder's layers packed, before their weights are read; call it after
-    `add_adapters`.
-
-    Raises:
-        InputError: bitsandbytes is missing, or a matrix of a layer can't be packed, such as stacked experts.
-    """
-    kernels()
+def packed_linears(causal_lm: Any) -> dict[str, nn.Linear]:
+    """Return the linear layers of the decoder's layers, by the names of their weights. InputError: a matrix of a layer
+    can't be packed, such as stacked experts."""
     names = [name for name in chosen_linears(causal_lm, ("all-linear",)) if ADAPTER not in name]
     linears = {f"{name}.weight": causal_lm.get_submodule(name) for name in names}
     inside = {id(p) for layer in causal_lm.get_decoder().layers for p in layer.parameters() if p.ndim > 1}
@@ -55,7 +50,13 @@ def pack_linears(causal_lm: Any) -> None:
                 "can't be packed: it is no weight of a linear layer with a multiple of 64 inputs. Experts can't be "
                 "packed. Set model.quantization: none."
             )
-    for linear in linears.values():
+    return linears
+
+
+def pack_linears(causal_lm: Any) -> None:
+    """Pack these layers before their weights are read, after `add_adapters`. InputError, also without bitsandbytes."""
+    kernels()
+    for linear in packed_linears(causal_lm).values():
         linear.__class__ = PackedLinear
         size = (linear.out_features, int(linear.in_features * BYTES_PER_VALUE))
         linear.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device="meta"), requires_grad=False)

@@ -231,7 +231,7 @@ def call_form(tools: Sequence[ToolSchema], name: str | None, *, several: bool) -
 def _apart(parameters: Mapping[str, Any], number: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a tool's schema, and its definitions under names that no other tool has."""
     own = _renamed(dict(parameters), number)
-    found = {f"{key}_{number}": value for part in _DEFS for key, value in (own.pop(part, None) or {}).items()}
+    found = {f"{key}_{number}{part}": each for part in _DEFS for key, each in (own.pop(part, None) or {}).items()}
     is_named = f"#/$defs/{_WHOLE}_{number}" in json.dumps(own) + json.dumps(found)
     return own, found | ({f"{_WHOLE}_{number}": own} if is_named else {})
 
@@ -245,7 +245,7 @@ def _renamed(value: Any, number: int) -> Any:
     found = {key: _renamed(each, number) for key, each in value.items()}
     match str(found.get("$ref")).split("/"):
         case ["#", part, name, *below] if part in _DEFS:
-            found["$ref"] = "/".join(["#", "$defs", f"{name}_{number}", *below])
+            found["$ref"] = "/".join(["#", "$defs", f"{name}_{number}{part}", *below])
         case ["#", *below]:  # the tool's whole schema, or another part of it
             found["$ref"] = "/".join(["#", "$defs", f"{_WHOLE}_{number}", *below])
     return found

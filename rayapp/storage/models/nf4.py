@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 BLOCK = 64
 BYTES_PER_VALUE = 0.5 + 4 / BLOCK
-_IN_LAYERS = re.compile(r"(^|\.)layers\.\d+\..+\.weight$")
+_IN_LAYERS = re.compile(r"(?!.*vision)(.*\.)?layers\.\d+\..+\.weight$")
 
 
 def is_packed(name: str, shape: Sequence[int]) -> bool:
-    """Return True for a matrix of a decoder's layer, by its hub name. Norms, embeddings and head are not packed."""
-    return len(shape) == 2 and shape[1] % BLOCK == 0 and bool(_IN_LAYERS.search(name))
+    """Return True for a matrix of a decoder's layer, by its hub name; not of a vision tower."""
+    return len(shape) == 2 and shape[1] % BLOCK == 0 and bool(_IN_LAYERS.match(name))
 
 
 def pack(weight: Tensor) -> Tensor:

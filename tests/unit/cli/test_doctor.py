@@ -131,13 +131,15 @@ def test_a_peak_that_does_not_fit_is_no_obstacle_where_shorter_micro_batches_do(
         assert {finding.what: finding.level for finding in fitness(config)}["memory"] == level
 
 
-def test_cispo_with_the_clip_of_ppo_is_noted() -> None:
-    def notes(**clip: float) -> list[str]:
-        config = Config.model_validate({"algorithm": {"policy_loss": "cispo", **clip}, "cluster": {"device": "cpu"}})
+@pytest.mark.parametrize("loss", ["cispo", "gspo", "geo_mean", "dppo_tv", "dppo_kl"])
+def test_a_loss_with_the_clip_of_ppo_is_noted(loss: str) -> None:
+    def notes(loss: str, **clip: float) -> list[str]:
+        config = Config.model_validate({"algorithm": {"policy_loss": loss, **clip}, "cluster": {"device": "cpu"}})
         return [finding.detail for finding in fitness(config, has_weights=False) if finding.what == "loss"]
 
-    assert "are 0.2, as for PPO" in notes()[0]
-    assert notes(clip_ratio_low=1.0, clip_ratio_high=4.0) == []
+    assert "clip_ratio_low is 0.2 and clip_ratio_high 0.2, as for PPO" in notes(loss)[0]
+    assert "clip_ratio_high 0.28, as for PPO" in notes(loss, clip_ratio_high=0.28)[0]
+    assert notes(loss, clip_ratio_low=1.0, clip_ratio_high=4.0) == notes("vanilla") == []
 
 
 def test_a_containers_small_shared_memory_is_a_note_unless_rays_store_or_ranks_need_it(

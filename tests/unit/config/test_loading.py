@@ -203,8 +203,9 @@ def test_partial_rollouts_need_a_step_of_staleness_and_fit_shared_gpus() -> None
 
 @pytest.mark.parametrize(
     "word",
-    ["${HOME}", "${HOME:-/root}", "${name%.py}", "${#list[@]}", "${a/b/c}", "$HOME", "$(pwd)", "${1}", "\\${run}"],
-)
+    ["${HOME}", "${HOME:-/root}", "${name%.py}", "${#list[@]}", "${a/b/c}", "$HOME", "$(pwd)", "${1}", "\\${run}",
+     "${name+x}", "${name?no}", "${name=x}", "${list[@]}", "${$}", "$$", "\\${oc.env:HOME}", "\\${", "\\${{ name }}"],
+)  # fmt: skip
 def test_expansions_of_a_shell_are_passed_on(tmp_path: Path, word: str) -> None:
     command = ["sh", "-c", f"echo {word}"]
     (tmp_path / "a.yaml").write_text(json.dumps({"agent": {"external": {"command": command}}}))
@@ -213,7 +214,9 @@ def test_expansions_of_a_shell_are_passed_on(tmp_path: Path, word: str) -> None:
 
     assert load_config(tmp_path / "a.yaml", overrides).agent.external.command == wanted
     given = f"agent.external.command={json.dumps(command)}"
-    assert load_config(None, [*overrides, given]).agent.external.command == wanted
+    config = load_config(None, [*overrides, given])
+    assert config.agent.external.command == wanted
+    assert load_config(write(tmp_path, to_yaml(config))) == config
 
 
 def test_a_reference_to_no_key_shows_the_escape() -> None:

@@ -25,7 +25,8 @@ from rayapp.core.types import AllowedTokens, Group, Reward, RolloutStatus, Traje
 from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import with_recomputation
 from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE
-from rayapp.learner.policy import _compile, check_compiler, keep_compiled, recompute
+from rayapp.learner.log_probs import compiled
+from rayapp.learner.policy import check_compiler, keep_compiled, recompute
 from rayapp.rollout.recorder import Recorder
 from support import make
 from support.learners import learner_alone, save_llama, take_step, whole_weights
@@ -404,7 +405,7 @@ def test_a_compiled_norm_has_its_epsilon_as_a_constant(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     norm, hidden = LlamaRMSNorm(8), torch.randn(1, 33, 8)
-    assert torch.equal(_compile.__wrapped__(LlamaRMSNorm.forward)(norm, hidden), norm(hidden))
+    assert torch.equal(compiled.__wrapped__(LlamaRMSNorm.forward)(norm, hidden), norm(hidden))
     # An input with one number would be a tensor on the CPU, also if everything else is on a GPU.
     assert sorted(tensor.numel() for tensor in inputs if isinstance(tensor, torch.Tensor)) == [8, 33 * 8]
 

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.types import AllowedTokens
-from rayapp.learner.log_probs import HeadOptions, Targets, TeacherHead, first_pairs_of, masks_on, token_log_probs
+from rayapp.learner.log_probs import (
+    HeadOptions,
+    Targets,
+    TeacherHead,
+    _fill_slopes,
+    _log_norms,
+    compiled,
+    first_pairs_of,
+    masks_on,
+    token_log_probs,
+)
 
 
 def targets_of(rows: torch.Tensor, token_ids: torch.Tensor, num_positions: int) -> Targets:
@@ -30,6 +40,7 @@ def targets_of(rows: torch.Tensor, token_ids: torch.Tensor, num_positions: int) 
     with_entropy=st.booleans(),
     softcap=st.none() | st.sampled_from([0.7, 20.0]),
     with_forms=st.booleans(),
+    is_compiled=st.booleans(),
 )
 def test_values_and_gradients_are_those_of_whole_logits(
     seed: int,
@@ -40,18 +51,21 @@ def test_values_and_gradients_are_those_of_whole_logits(
     with_entropy: bool,
     softcap: float | None,
     with_forms: bool,
+    is_compiled: bool,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(num_rows, 8, generator=generator).requires_grad_()
     weight = torch.randn(23, 8, generator=generator).requires_grad_()
-    rows = torch.randint(0, num_rows, (num_pairs,), generator=generator).sort().values
-    targets = targets_of(rows, torch.randint(0, 23, (num_pairs,), generator=generator), num_rows)
+    pairs = torch.randint(0, num_rows * 23, (num_pairs,), generator=generator).unique()  # type: ignore[no-untyped-call]
+    num_pairs, rows = pairs.numel(), pairs // 23
+    targets = targets_of(rows, pairs % 23, num_rows)
     options = HeadOptions(
         temperature=temperature,
         chunk_rows=chunk_rows,
         softcap=softcap,
         entropy_needs_grad=with_entropy,
-        needs_sum_pi_squared=True,
+        needs_sum_pi_squared=not is_compiled,
+        is_compiled=is_compiled,
     )
     is_allowed = torch.ones(num_rows, 23, dtype=torch.bool)
     if with_forms:
@@ -62,18 +76,41 @@ def test_values_and_gradients_are_those_of_whole_logits(
         words = np.packbits(bits.numpy(), axis=1, bitorder="little").view(np.int32)
         allowed = AllowedTokens(masks=words, mask_of=mask_of.numpy().astype(np.int32))
         targets = replace(targets, allowed=masks_on(torch.device("cpu"), allowed))
-    *found, no_kl = token_log_probs(hidden, weight, targets, options)
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds for each dtype
+        *found, no_kl = token_log_probs(hidden, weight, targets, options)
     assert not no_kl.any()
     logits = hidden @ weight.t()
     capped = (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
     whole = capped.masked_fill(~is_allowed, -1e4).log_softmax(-1)
     expected = (whole[rows, targets.token_ids], -(whole.exp() * whole).sum(-1), whole.exp().square().sum(-1))
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(found[: 2 if is_compiled else 3], expected, strict=False):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     slopes, more = torch.randn(num_pairs, generator=generator), torch.randn(num_rows, generator=generator)
     losses = [(out[0] * slopes).sum() + ((out[1] * more).sum() if with_entropy else 0) for out in (found, expected)]
-    for ours, theirs in zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in losses), strict=True):
+    with torch.compiler.set_stance("force_eager"):
+        gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in losses]
+    for ours, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_compiled_head_reads_logits_in_one_kernel_each_way_and_keeps_none_of_their_size() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    logits = (4 * torch.randn(130, 5003)).bfloat16()
+    exact = logits.double().log_softmax(-1)
+    torch.compiler.reset()
+    (log_norm, entropy), [forward] = run_and_get_code(compiled(_log_norms), logits, 1.0)
+    torch.testing.assert_close(entropy, -(exact.exp() * exact).sum(-1).float(), atol=1e-5, rtol=1e-5)
+    per_row = torch.randn(130)
+    gradient = logits.clone()
+    _, [backward] = run_and_get_code(compiled(_fill_slopes), gradient, log_norm, per_row, 1.0)
+    torch.testing.assert_close(gradient, (-exact.exp() * per_row[:, None]).bfloat16(), atol=1e-6, rtol=1e-2)
+    for code, num_rows in ((forward, 4), (backward, 0)):  # buffers of one number for each row
+        assert code.count("async_compile.cpp_pybinding(") == 1
+        assert code.count("= empty_strided_cpu((") == num_rows
 
 
 @pytest.mark.parametrize(("dtype", "num_kept"), [(torch.float32, 4), (torch.bfloat16, 8)])
@@ -153,7 +190,9 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 BANDS = (0.0, 0.5, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999, 0.9995, 0.9999)
 
 
-@pytest.mark.parametrize("more", ["log_probs alone", "entropy bonus", "reverse KL", "forward KL", "soft cap"])
+@pytest.mark.parametrize(
+    "more", ["log_probs alone", "compiled", "entropy bonus", "reverse KL", "forward KL", "soft cap"]
+)
 def test_in_bfloat16_slopes_of_confident_tokens_follow_a_float32_softmax(more: str) -> None:
     """Near 1 bfloat16 has steps of 1/256: probabilities that were rounded to it leave nothing of 1 - p."""
     hidden, weight, token_ids = confident(4096)
@@ -171,7 +210,11 @@ def test_in_bfloat16_slopes_of_confident_tokens_follow_a_float32_softmax(more: s
         rows = torch.arange(len(token_ids))
         if head == "ours":
             options = HeadOptions(
-                temperature=1.0, chunk_rows=512, softcap=cap, entropy_needs_grad=more == "entropy bonus"
+                temperature=1.0,
+                chunk_rows=512,
+                softcap=cap,
+                entropy_needs_grad=more == "entropy bonus",
+                is_compiled=more == "compiled",
             )
             targets = targets_of(rows, token_ids, len(rows))
             log_probs, entropy, _, kl = token_log_probs(inputs, head_weight, targets, options, teacher)
@@ -189,10 +232,11 @@ def test_in_bfloat16_slopes_of_confident_tokens_follow_a_float32_softmax(more: s
             loss = loss + 0.5 * kl.sum()
         return torch.autograd.grad(loss, inputs)[0].float()
 
-    exact = slopes("plain", torch.float32)
-    ours, plain = (
-        (slopes(head, torch.bfloat16) - exact).norm(dim=-1) / exact.norm(dim=-1) for head in ("ours", "plain")
-    )
+    with torch.compiler.set_stance("force_eager"):
+        exact = slopes("plain", torch.float32)
+        ours, plain = (
+            (slopes(head, torch.bfloat16) - exact).norm(dim=-1) / exact.norm(dim=-1) for head in ("ours", "plain")
+        )
     p = (hidden.float() @ weight.float().t()).softmax(-1)[torch.arange(len(token_ids)), token_ids]
     for low, high in itertools.pairwise(BANDS):
         band = (p >= low) & (p < high)

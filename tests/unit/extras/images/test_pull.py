@@ -111,8 +111,9 @@ def test_a_killed_pull_leaves_nothing_that_looks_whole(store: Store, folder: Pat
         image = taken(store, f"{host}/name:1")
 
     assert (store.trees / image.tree / "big").stat().st_size == 300_000
-    store.prune(unused_s=1000)
-    assert leftovers(store) == []
+    write_oci(tmp_path / "other", [SMALL])
+    taken(store, f"oci:{tmp_path}/other")
+    assert leftovers(store) == [], "the next pull removes them"
 
 
 def test_a_login_comes_from_config_json(
@@ -171,7 +172,7 @@ def broken_layer(folder: Path) -> None:
         (lambda folder: shutil.rmtree(folder / "blobs"), "oci:{folder}", "can't be read"),
         (lambda _: None, "oci:{folder}:other", "can't be read"),
         (lambda _: None, "archive:/nowhere.tar", "can't be read"),
-        (lambda _: None, "build:unknown", "rayapp images pull archive:FILE --name"),
+        (lambda _: None, "build:unknown", r"has to be built, and given in"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -213,10 +214,6 @@ def test_the_least_recently_used_image_goes_but_none_that_is_held(store: Store, 
         assert {image.digest for image, _ in small.images()} == {held.image.digest, third.digest}
         with pull(small, parse(f"oci:{tmp_path}/2")), pytest.raises(ImageError, match="does not fit"):
             taken(small, f"oci:{tmp_path}/3")
-        assert small.prune() == [third]
-    assert small.prune() == [held.image]
-    assert small.num_bytes() == 0
-    assert [*small.trees.iterdir()] == []
 
 
 def test_an_archive_of_docker_save_and_of_oci_give_the_same_tree(store: Store, folder: Path, tmp_path: Path) -> None:

@@ -205,6 +205,9 @@ async def test_an_audit_tells_which_cheats_a_trusted_script_pays_without_sentine
         ("""echo '{"speed": 1, "style": 1}' > /logs/verifier/reward.json""", "bad_reward"),
         ("echo 0.25 > /logs/verifier/reward.json", 0.25),
         ("printf '\\357\\273\\2770.25' > /logs/verifier/reward.json", 0.25),
+        ("""echo '"0.25"' > /logs/verifier/reward.json""", 0.25),
+        ("""echo '{"reward": "0.5", "style": 3}' > /logs/verifier/reward.json""", 0.5),
+        ("""echo '{"reward": null}' > /logs/verifier/reward.json""", "bad_reward"),
         ("echo '[1]' > /logs/verifier/reward.json", "bad_reward"),
         ("echo 2 > /logs/verifier/reward.txt", "bad_reward"),
         ("echo nan > /logs/verifier/reward.txt", "bad_reward"),
@@ -487,7 +490,7 @@ def test_a_task_that_needs_an_image_is_refused_where_no_provider_has_it(folder: 
         config = Config.model_validate({"tasks": [str(folder)], "agent": agent, "sandbox": sandbox})
         check_tasks(config, training=True, has_tokenizer=False)
 
-    with pytest.raises(ConfigError, match=r"image:build:mine .*line 2, `RUN pip .*`rayapp images pull"):
+    with pytest.raises(ConfigError, match=r"image:build:mine .*line 2, `RUN pip .*`docker build"):
         check(type="local")
     with pytest.raises(ConfigError, match=r"e2b has no template .* name it in sandbox.providers\[\].images: \{mine"):
         check(type="e2b")

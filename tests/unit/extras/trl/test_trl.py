@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from rayapp.config.config import Config
 from rayapp.config.foreign_keys import GivenRun
-from rayapp.core.errors import ConfigError, InputError
+from rayapp.core.errors import ConfigError, InputError, RewardFailedError
 from rayapp.core.names import giving
 from rayapp.extras.trl.fields import DEFAULTS, FIELDS
 from rayapp.extras.trl.translation import trl_config
@@ -163,6 +164,36 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     assert "processing_class" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("functions", "why"),
+    [
+        ([], "reward_funcs is empty"),
+        ([lambda completions: [1.0]], "<lambda> doesn't take answer, prompts, which it gets"),
+        ([lambda completions, solution, **_: [1.0]], "<lambda> needs solution, which rayapp doesn't pass"),
+        ([lambda prompt_ids, *_, **__: [1.0]], "<lambda> needs prompt_ids, which"),
+        ([functools.partial(lambda scale, completions: [scale], 2.0)], "doesn't take answer, prompts"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_called_is_named_at_once(
+    tmp_path: Path, functions: list[Any], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        translated(tmp_path, {}, reward_funcs=functions)
+
+
+@pytest.mark.parametrize("found", [None, 1.0, np.float64(1.0), [], [1.0, 2.0]])
+async def test_a_return_value_that_is_no_list_of_a_reward_is_named(tmp_path: Path, found: Any) -> None:
+    run = translated(tmp_path, {}, reward_funcs=[lambda completions, **_: found])
+    with pytest.raises(RewardFailedError, match=r"<lambda> returned .*, not a list with a reward for each completion"):
+        await score_of(run, "x")
+
+
+async def test_columns_that_trl_keeps_for_itself_are_not_passed(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "completion": "c", "completions": "d", "prompts": "q", "completion_ids": [1], "k": 3}] * 16
+    run = translated(tmp_path, {}, train_dataset=rows, reward_funcs=[lambda prompts, completions, k: k])
+    assert await score_of(run, "x") == {"<lambda>": 3.0, "score": 3.0}
+
+
 def times(completions: list[str], k: float, trainer_state: Any = None, **_: Any) -> list[float]:
     return [k for _ in completions]
 
@@ -248,7 +279,7 @@ def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         ("f", "a str"),
     ):
         with pytest.raises(InputError, match=reason):
-            translated(tmp_path, {}, train_dataset=rows)
+            translated(tmp_path, {}, train_dataset=rows, reward_funcs=[short])
 
 
 @pytest.mark.timeout(900)
@@ -277,13 +308,18 @@ def test_the_script_of_the_page_runs_before_and_after_with_trls_own_class(tmp_pa
 
 
 def test_columns_with_pictures_become_verls_and_stay_out_of_the_rewards_arguments(tmp_path: Path) -> None:
-    red = Image.new("RGB", (8, 4), (255, 0, 0))
+    red = Image.new("CMYK", (8, 4), (0, 255, 255, 0))  # as of a JPEG for print, which PNG does not hold
     parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
-    rows = [{"prompt": "Which?", "image": red, "answer": 1}, {"prompt": parts, "images": ["a.png"], "answer": 2}]
+    rows = [
+        {"prompt": "Which?", "images": [], "image": red, "answer": 1},
+        {"prompt": parts, "images": ["a.png"], "answer": 2},
+        {"prompt": [{"role": "user", "content": parts[0]["content"][1:]}], "images": [], "answer": 3},
+    ]
 
     run = translated(tmp_path, {}, train_dataset=rows)
 
-    first, second = pq.read_table(run.config.tasks[0]).to_pylist()
+    first, second, text = pq.read_table(run.config.tasks[0]).to_pylist()
+    assert text["prompt"] == [{"role": "user", "content": "Which?"}]
     assert Image.open(io.BytesIO(first["images"][0]["bytes"])).getpixel((0, 0)) == (255, 0, 0)
     assert second["images"] == [{"bytes": None, "path": str(Path("a.png").absolute())}]
     assert [each["prompt"] for each in (first, second)] == [[{"role": "user", "content": "<image>Which?"}]] * 2

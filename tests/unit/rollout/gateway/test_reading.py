@@ -37,6 +37,15 @@ def test_tools_keep_their_own_definitions(key: str) -> None:
     assert key in tools[0].parameters
 
 
+def test_a_tools_old_and_new_definitions_are_apart() -> None:
+    both = {"$defs": {"Mode": {"const": "a"}}, "definitions": {"Mode": {"const": "b"}}}
+    properties = {"new": {"$ref": "#/$defs/Mode"}, "old": {"$ref": "#/definitions/Mode"}}
+    tool = ToolSchema(name="read", description="", parameters={"type": "object", "properties": properties} | both)
+    form: Any = call_form([tool], None, several=True).structured["json"]
+
+    assert Draft202012Validator(form).is_valid([{"name": "read", "arguments": {"new": "a", "old": "b"}}])
+
+
 def test_a_reference_to_a_tools_whole_schema_names_its_own() -> None:
     def tree(name: str, value: str) -> ToolSchema:
         kids, twin = {"type": "array", "items": {"$ref": "#"}}, {"$ref": "#/properties/value"}
