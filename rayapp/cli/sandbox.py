@@ -97,7 +97,7 @@ def serve(
     ] = False,
     lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
 ) -> None:
-    """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's protocol at /run_code and /submit."""
+    """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's at /run_code."""
     sandboxes = loaded_config(config, overrides).sandbox
     key = "" if no_key else os.environ.get(api_key_env, "")
     if not key and not no_key:
@@ -116,7 +116,7 @@ def serve(
 _ENDPOINTS = """\
 serving at {address}    (Ctrl-C ends it)
 MCP            {address}/mcp
-SandboxFusion  {address}/run_code and {address}/submit
+SandboxFusion  {address}/run_code
 counts         {address}/health"""
 
 
