@@ -229,7 +229,8 @@ class VllmServer(Restartable):
         engine, keeps = self._started_engine(), self._config.train.partial_rollouts
         if keeps:
             self._is_settled.clear()
-        is_asleep = await engine.sleep(keeps_requests=keeps)
+        sends_adapter = self._config.learner.lora.sends_adapter
+        is_asleep = await engine.sleep(keeps_requests=keeps, drops_weights=not sends_adapter)
         if is_asleep:
             self._not_servable = f"{self!r} sleeps while the learners train"
         return is_asleep

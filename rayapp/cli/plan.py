@@ -84,7 +84,7 @@ def cost_lines(config: Config, step_s: float) -> Iterator[str]:
     yield (
         f"{config.train.num_steps} steps: about {hours:.1f} h on {num_gpus} GPUs in {num_nodes} node(s), "
         f"{hours * hourly:.2f} at {hourly:.2f} an hour, not counting the start, evaluations, remote "
-        "sandboxes, judges and a teacher behind a URL"
+        "sandboxes and judges behind a URL"
     )
     if prices.cap and hours * hourly > prices.cap:
         yield f"  more than budget.cap ({prices.cap:g}): the run would end after about {prices.cap / hourly:.1f} h"

@@ -25,7 +25,6 @@ def check_agreement(config: Keys) -> None:
     _warmup_fits(config)
     _dapo_fits(config)
     _groups_suffice(config)
-    _teacher_fits(config)
     _adapters_fit(config)
     _rounding_is_corrected(config)
     _packed_weights_are_frozen(config)
@@ -45,7 +44,6 @@ def _model_servers_fit(config: Keys) -> None:
     if twice := _twice(names):
         raise ValueError(f"model_servers: two servers have the name {twice!r}. Rename one of them.")
     asked = {f"judges ({judge.name})": (judge.base_url, "model", judge.model) for judge in config.judges}
-    asked["distillation"] = (config.distillation.base_url, "teacher", config.distillation.teacher)
     for source, own in config.by_source():
         endpoint = own.agent.external.endpoint
         name = server_named(endpoint.base_url)
@@ -63,17 +61,8 @@ def _model_servers_fit(config: Keys) -> None:
     used = {server.name for server in asked_servers(config)}
     if idle := [name for name in names if name not in used]:
         raise ValueError(
-            f"model_servers ({idle[0]}): no judge, teacher or agent uses this server. Remove it, or set base_url: "
-            f"{SCHEME}{idle[0]} in distillation, agent.external.endpoint, or a judge of reward.judges."
-        )
-
-
-def _teacher_fits(config: Keys) -> None:
-    if config.distillation.base_url and config.rollout.temperature != 1.0:
-        raise ValueError(
-            f"rollout.temperature is {config.rollout.temperature:g}, but the server at distillation.base_url computes "
-            "log-probs at temperature 1. Set rollout.temperature: 1, or leave distillation.base_url out: the learners "
-            "then run the teacher."
+            f"model_servers ({idle[0]}): no judge or agent uses this server. Remove it, or set base_url: "
+            f"{SCHEME}{idle[0]} in agent.external.endpoint, or a judge of reward.judges."
         )
 
 
@@ -120,7 +109,7 @@ def _external_agent_fits(config: Keys, external: ExternalSection, where: str) ->
             f"{where}agent.external.models is {external.models}, and agent.external.endpoint.base_url is "
             f"{external.endpoint.base_url!r}. Set models: endpoint and a base_url, or leave both out."
         )
-    if external.structured == "guide" and (config.distillation.teacher or config.distillation.base_url):
+    if external.structured == "guide" and config.distillation.teacher:
         raise ValueError(
             f"{where}agent.external.structured is guide, but the run has a teacher, whose log-probs are over the whole "
             "vocabulary. Use free or refuse, or remove the teacher."
@@ -319,15 +308,13 @@ def _minibatches_divide(config: Keys) -> None:
 
 
 def _sequence_fits_microbatch(config: Keys) -> None:
-    longest, budget = config.max_learner_tokens, config.learner.max_tokens_per_microbatch
+    longest, budget = config.max_model_tokens, config.learner.max_tokens_per_microbatch
     parts = config.learner.sequence_parallel
     if isinstance(budget, int) and longest > budget * parts:
-        more = config.distillation.num_privileged_tokens
-        privileged = f" + the verdict that the teacher reads {more}" if more else ""
         over = f" x learner.sequence_parallel {parts} = {budget * parts}" if parts > 1 else ""
         raise ValueError(
             f"rollout.max_prompt_tokens {config.rollout.max_prompt_tokens} + rollout.max_completion_tokens "
-            f"{config.rollout.max_completion_tokens}{privileged} = {longest} tokens, but "
+            f"{config.rollout.max_completion_tokens} = {longest} tokens, but "
             f"learner.max_tokens_per_microbatch is {budget}{over}. Raise it to at least {-(-longest // parts)}, or "
             "learner.sequence_parallel."
         )

@@ -38,7 +38,7 @@ def bundles_of(
     ]
     own = () if is_shared else learners
     bundles += [Bundle(num_gpus=int(on_gpu), learners=(rank,)) for rank in own]
-    others = asked_servers(config, by_workers=with_servers, by_learners=with_learners)
+    others = asked_servers(config) if with_servers else []
     return bundles + [Bundle(num_gpus=each.tensor_parallel_size * on_gpu, model_server=each.name) for each in others]
 
 
@@ -66,13 +66,11 @@ def fewer_gpus(config: Keys, have: int) -> str:
     return "Lower server.num_servers, a tensor_parallel_size or learner.num_learners."
 
 
-def asked_servers(config: Keys, *, by_workers: bool = True, by_learners: bool = True) -> list[ModelServerSection]:
-    """Return the model servers of judges and agents (called by rollout workers) and of the teacher (called by
-    learners)."""
+def asked_servers(config: Keys) -> list[ModelServerSection]:
+    """Return the model servers that judges and agents of rollout workers call."""
     used = {name for _, own in config.by_source() for name in own.reward.judges}
-    urls = [judge.base_url for judge in config.judges if judge.name in used and by_workers]
-    urls += [own.agent.external.endpoint.base_url for _, own in config.by_source() if by_workers]
-    urls += [config.distillation.base_url] if by_learners else []
+    urls = [judge.base_url for judge in config.judges if judge.name in used]
+    urls += [own.agent.external.endpoint.base_url for _, own in config.by_source()]
     names = {server_named(url) for url in urls}
     return [server for server in config.model_servers if server.name in names]
 

@@ -82,7 +82,7 @@ def frozen_models(config: Config) -> dict[str, Config]:
     """Return the frozen models that learners hold beside the policy: name -> config with which to load the model."""
     models = {"reference": config} if config.algorithm.has_reference else {}
     section = config.distillation
-    if section.teacher and not section.is_policy and not section.base_url:
+    if section.teacher:
         own = {"path": section.teacher, "max_position_embeddings": None, "quantization": "none"}
         models["teacher"] = with_values(config, model=own, learner={"expert_parallel_size": 1})
     return models
@@ -106,5 +106,4 @@ def with_addresses(config: Config, urls: Mapping[str, str], key: str) -> Config:
 
     judges = tuple(judge.at(urls, key) for judge in config.judges)
     sources = tuple(source.model_copy(update={"agent": of_agent(source.agent)}) for source in config.sources)
-    own = {"judges": judges, "distillation": config.distillation.at(urls, key)}
-    return config.model_copy(update=own | {"agent": of_agent(config.agent), "sources": sources})
+    return config.model_copy(update={"judges": judges, "agent": of_agent(config.agent), "sources": sources})

@@ -76,7 +76,7 @@ class Keys(FrozenModel):
     judges: tuple[JudgeSection, ...] = ()
     """Judge models behind HTTP, which `reward.judges` refers to by name (docs/judges.md)."""
     model_servers: tuple[ModelServerSection, ...] = ()
-    """Models that the run serves itself, for judges and a teacher (docs/judges.md#servers-of-the-run)."""
+    """Models that the run serves itself, for judges and agents (docs/judges.md#servers-of-the-run)."""
     algorithm: AlgorithmSection = AlgorithmSection()
     distillation: DistillationSection = DistillationSection()
     rollout: RolloutSection = RolloutSection()
@@ -191,11 +191,6 @@ class Keys(FrozenModel):
         # With partial rollouts, a paused group also waits while the learners train.
         frozen_s = train.max_staleness * self.recovery.stall_stop_s if train.partial_rollouts else 0.0
         return max(LEAST_DEADLINE_S, SLOWEST_TOKEN_S * rollout.max_completion_tokens * rounds) + frozen_s
-
-    @property
-    def max_learner_tokens(self) -> int:
-        """Longest sequence that a learner computes, in tokens, with text that only a teacher reads."""
-        return self.max_model_tokens + self.distillation.num_privileged_tokens
 
     @property
     def max_demonstration_tokens(self) -> int:

@@ -14,9 +14,6 @@ from rayapp.core.http import Endpoint, server_named
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 MODEL_SERVER_SHARE = 0.9  # share of each GPU's memory that a model server takes, unless its `options` have another one
 JUDGE_RETRIES = 3  # of a judge's request: after status 408, 429 or 5xx, without an answer, and without a connection
-TEACHER_TIMEOUT_S = 300.0  # deadline of one trajectory's request to a teacher's server
-# Longest verdict that only the teacher reads, in tokens: a status, a reward and one failed test.
-MAX_VERDICT_TOKENS = 256
 
 
 class ModelServerSection(FrozenModel):
@@ -88,32 +85,18 @@ class ClientSection(FrozenModel):
         return section
 
 
-class DistillationSection(ClientSection):
+class DistillationSection(FrozenModel):
     """On-policy distillation (docs/distillation.md)."""
 
     teacher: str = ""
     """Teacher model, with the policy's tokenizer: a Hugging Face folder, an s3:// folder, or a hub id. The learners
-    hold it frozen and sharded. policy: the current policy is its own teacher; this takes no memory and needs
-    `privileged`. Empty: no distillation."""
-    base_url: str = ""
-    """URL of a vLLM server that holds the teacher in place of the learners, e.g. http://host:8000/v1; `teacher` is the
-    model's name there. You start this server; while it restarts, the run waits for some minutes. run://NAME: one of
-    model_servers. Needs kl_over: sampled."""
-    api_key_env: str = ""
-    """Environment variable of the learners that holds the server's key. Empty: no key."""
-    privileged: Literal["none", "verdict"] = "none"
-    """Text that only the teacher reads, before the prompt. verdict: status, reward, and the exception or the first
-    failed test of the answer, cut at 256 tokens. Needs kl_over: sampled, as token positions differ from the
-    policy's."""
+    hold it frozen and sharded. Empty: no distillation."""
     kl: Literal["reverse", "forward"] = "reverse"
     """Direction of the KL. reverse: KL(policy || teacher), which keeps the policy to text that the teacher finds
     likely. forward: KL(teacher || policy), which makes it cover every text of the teacher."""
-    kl_over: Literal["sampled", "top_k", "vocabulary"] = "sampled"
+    kl_over: Literal["sampled", "vocabulary"] = "sampled"
     """Tokens that the KL sums over. sampled: an advantage for each sampled token from its two log-probs. vocabulary:
-    the full KL at every position as a loss: less noisy, but the head is computed twice. top_k: like vocabulary, with
-    all but the top_k most probable tokens (the policy's for reverse, the teacher's for forward) as one."""
-    top_k: int = Field(64, ge=1)
-    """Number of most probable tokens that kl_over: top_k keeps apart."""
+    the full KL at every position as a loss: less noisy, but the head is computed twice."""
     weight: float = Field(1.0, gt=0.0)
     """Factor of the teacher's advantages or loss."""
     reward_weight: float = Field(1.0, ge=0.0)
@@ -127,32 +110,6 @@ class DistillationSection(ClientSection):
         """True if the loss needs the teacher's full distribution, not only log-probs of sampled tokens."""
         return bool(self.teacher) and self.kl_over != "sampled"
 
-    @property
-    def is_policy(self) -> bool:
-        return self.teacher == "policy"
-
-    @property
-    def num_privileged_tokens(self) -> int:
-        return MAX_VERDICT_TOKENS if self.privileged != "none" else 0
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """Endpoint of the teacher's server. Requests are repeated for some minutes: the user may restart it."""
-        return Endpoint(
-            who="the teacher",
-            base_url=self.base_url,
-            api_key_env=self.api_key_env,
-            key=self.key,
-            timeout_s=TEACHER_TIMEOUT_S,
-            max_retries=20,
-            max_concurrent=256,
-        )
-
-    @field_validator("base_url", mode="after")
-    @classmethod
-    def _plain_url(cls, value: str) -> str:
-        return plain_url(value) if value else value
-
     @model_validator(mode="after")
     def _somebody_teaches(self) -> Self:
         fields = type(self).model_fields
@@ -161,27 +118,6 @@ class DistillationSection(ClientSection):
             raise ValueError(
                 f"distillation.{idle[0]} is {getattr(self, idle[0])!r}, but distillation.teacher names no model. Set "
                 "distillation.teacher, or remove the section."
-            )
-        if self.is_policy and self.privileged == "none":
-            raise ValueError(
-                "distillation.teacher is policy and distillation.privileged is none: teacher and policy would be the "
-                "same model with the same prompt. Set distillation.privileged: verdict, or another teacher."
-            )
-        if self.base_url and self.is_policy:
-            raise ValueError(
-                "distillation.base_url is set, but distillation.teacher is policy, which only the learners can run. "
-                "Set distillation.teacher to the name of the server's model, or leave distillation.base_url out."
-            )
-        if self.base_url and self.kl_over != "sampled":
-            raise ValueError(
-                f"distillation.base_url is set, but distillation.kl_over is {self.kl_over}: a server returns log-probs "
-                "of sampled tokens only. Set distillation.kl_over: sampled, or leave distillation.base_url out."
-            )
-        if self.privileged != "none" and self.kl_over != "sampled":
-            raise ValueError(
-                f"distillation.kl_over is {self.kl_over}, but distillation.privileged: {self.privileged} works with "
-                "sampled only, because the teacher reads another prompt than the policy. "
-                "Use distillation.kl_over: sampled."
             )
         return self
 

@@ -39,7 +39,6 @@ from actors.starting import (
 )
 from rayapp.config.bundles import asked_servers, bundles_of, num_gpus_of
 from rayapp.config.config import Config, explain_number_formats, with_addresses, with_number_formats, with_values
-from rayapp.config.other_models import ModelServerSection
 from rayapp.core.aio import finish_despite_cancels
 from rayapp.core.errors import (
     LearnersLostError,
@@ -281,11 +280,10 @@ async def _start(
     on_lease()
     plan = _plan(config, on_gpu=on_gpu) if with_learners else None
     processor = processor_of(on_gpu=on_gpu)
-    asked = asked_servers(config, by_learners=with_learners)
-    models, asking = await _start_models(config, started, placement, asked, timeout_s, report)
+    models, asking = await _start_models(config, started, placement, timeout_s, report)
     servers = spawn_servers(config, started, placement, must_sync=with_learners)
     learners = LearnerGroup(
-        await spawn_learners(asking, started, placement) if with_learners else (), config, plan, processor
+        await spawn_learners(config, started, placement) if with_learners else (), config, plan, processor
     )
     workers = spawn_rollout_workers(asking, started, servers, pool)
     report(f"starting: {', '.join(started.names)}")
@@ -327,7 +325,7 @@ async def _start(
         supervisor=supervisor,
         router=Router(len(servers), is_up=lambda index: supervisor.is_up(servers[index].name)),
         images=ImagePlacement.of(config, images),
-        start_learners=partial(_start_learners_again, asking, started, placement, timeout_s, report),
+        start_learners=partial(_start_learners_again, config, started, placement, timeout_s, report),
     )
     return cluster
 
@@ -336,13 +334,12 @@ async def _start_models(
     config: Config,
     started: Started,
     placement: Placement,
-    asked: Sequence[ModelServerSection],
     timeout_s: float,
     report: Report,
 ) -> tuple[list[ModelServerMember], Config]:
     """Return the started servers, and the config with their addresses."""
     key = secrets.token_urlsafe(24)
-    handles = spawn_model_servers(config, started, placement, asked, key)
+    handles = spawn_model_servers(config, started, placement, asked_servers(config), key)
     members: dict[str, ModelServerMember] = {}
 
     async def up(name: str) -> None:
@@ -389,8 +386,6 @@ async def open_learners(
     async with _session(config, report) as started:
         config, placement, on_gpu = await _reserve(config, started, report, with_servers=False)
         on_lease()
-        asked = asked_servers(config, by_workers=False)
-        _, asking = await _start_models(config, started, placement, asked, timeout_s, report)
-        handles = await spawn_learners(asking, started, placement)
+        handles = await spawn_learners(config, started, placement)
         await all_ready({handle.name: handle.ready(timeout_s) for handle in handles}, report)
         yield LearnerGroup(handles, config, processor=processor_of(on_gpu=on_gpu))

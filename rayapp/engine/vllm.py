@@ -35,6 +35,7 @@ from rayapp.engine.vllm_arguments import (
     check_gpu,
     is_adapter,
     is_on_gpu,
+    is_sent_whole,
     set_process_environment,
     vllm_args,
 )
@@ -76,6 +77,7 @@ class VllmEngine:
         self._is_asleep = False
         self._seeds_requests: bool = engine.vllm_config.use_v2_model_runner  # the second model runner
         self._returns_experts: bool = engine.model_config.enable_return_routed_experts
+        self._is_sent_whole = is_sent_whole(engine.model_config)
         self._tokenizer = getattr(engine.get_tokenizer(), "_tokenizer", None)  # None if it is not one of `tokenizers`
         self._placeholder: int | None = getattr(engine.model_config.hf_config, "image_token_id", None)
         self._adapter: Any = None  # the policy's LoRARequest, once an adapter is loaded
@@ -299,8 +301,11 @@ class VllmEngine:
                 f"weight update failed in the phase {phase!r}: {type(error).__name__}: {error}"
             ) from error
 
-    async def sleep(self, *, keeps_requests: bool = False) -> bool:
+    async def sleep(self, *, keeps_requests: bool = False, drops_weights: bool = False) -> bool:
         """Free the GPU's memory for the learners until the next weights. Return False on CPU. Idempotent.
+
+        With `drops_weights` the next weights must be an update with the whole model: if that writes all weights of the
+        engine, they are not copied to host memory and back.
 
         With `keeps_requests` requests stop between two tokens, also on a CPU, and continue after the next weights, on a
         GPU with new keys and values (not run on one yet); else wait for their end. WeightSyncError: an earlier update
@@ -317,9 +322,10 @@ class VllmEngine:
             return self._is_asleep
         await self.pause()
         try:
-            # Level 2 would also drop weights that no sync sends, such as the correction biases of routers. With "keep"
-            # vLLM preempts the kept requests, which lose their keys and values, and queues them again.
-            await self._engine.sleep(level=1, mode="keep" if keeps_requests else "abort")
+            # Level 2 drops the weights. With "keep" vLLM preempts the kept requests, which lose their keys and values,
+            # and queues them again.
+            level = 2 if drops_weights and self._is_sent_whole and not keeps_requests else 1
+            await self._engine.sleep(level=level, mode="keep" if keeps_requests else "abort")
             self._load.forgive(self._versions.num_open)
         except Exception as error:  # vLLM may raise anything
             raise EngineDeadError(

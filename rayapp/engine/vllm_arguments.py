@@ -211,6 +211,13 @@ def _transfer_args(transport: Transport) -> dict[str, Any]:
     return {"weight_transfer_config": WeightTransferConfig(backend=transport)}
 
 
+def is_sent_whole(model_config: Any) -> bool:
+    """Return whether a sync writes each weight of vLLM's model; it leaves out, for instance, the correction biases of
+    routers and a frozen tower."""
+    is_other = model_config.is_multimodal_model or model_config.is_hybrid or model_config.quantization is not None
+    return not is_other and model_config.get_num_experts() == 0
+
+
 def is_on_gpu(cluster: ClusterSection) -> bool:
     return cluster.device != "cpu" and _has_gpu()
 

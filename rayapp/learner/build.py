@@ -8,10 +8,8 @@ from functools import partial
 import torch
 
 from rayapp.config.config import Config, frozen_models, with_number_formats, with_values
-from rayapp.config.other_models import MAX_VERDICT_TOKENS
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError
-from rayapp.learner.algo.distillation import VerdictReader
 from rayapp.learner.batch import Inputs
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
@@ -24,7 +22,6 @@ from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
 from rayapp.learner.step import PolicyLearner
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.pictures import load_pictures
-from rayapp.storage.models.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +37,6 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         log.info("learner.share_prefixes is off: this model has layers that carry a state along the sequence")
         config = with_values(config, learner={"share_prefixes": False})
     config = with_token_budget(config, ranks, model)
-    told = config.distillation
     return PolicyLearner(
         config=config,
         ranks=ranks,
@@ -49,9 +45,6 @@ def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:
         frozen=frozen,
         mfu=mfu_meter(config, ranks.device),
         pictures=None if model.tower is None else PictureReader(model.causal_lm, partial(_inputs, config.model)),
-        verdicts=None
-        if told.privileged == "none"
-        else VerdictReader(load_tokenizer(config.model, config.agent.chat_template_kwargs), MAX_VERDICT_TOKENS),
     )
 
 

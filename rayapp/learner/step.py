@@ -21,7 +21,7 @@ from rayapp.config.config import Config
 from rayapp.core.timing import Profile
 from rayapp.core.types import FloatArray, Group, GroupSummary
 from rayapp.learner.algo.advantages import AdvantageInputs, kl_penalty_of, response_mask, token_kl
-from rayapp.learner.algo.distillation import VerdictReader, teacher_advantages
+from rayapp.learner.algo.distillation import teacher_advantages
 from rayapp.learner.algo.losses import (
     Coupled,
     LossRows,
@@ -94,7 +94,6 @@ class PolicyLearner:
     optimizer: torch.optim.AdamW
     # Models that don't learn, by their names in `frozen_models`.
     frozen: Mapping[str, PolicyModel] = field(default_factory=dict)
-    verdicts: VerdictReader | None = None  # puts the verdict on an answer before the teacher's prompt
     pictures: PictureReader | None = None  # None if the policy is a model for text
     mfu: MfuMeter | None = None  # computes `perf/mfu`; None on a CPU and on an unknown GPU
     optimizer_steps: int = 0
@@ -312,18 +311,7 @@ class _Step:
             section.teacher and not section.needs_logits
         ):  # otherwise the teacher reads each micro-batch together with the policy
             with self.watch("teacher"):
-                self.frozen["teacher"] = self._taught(items)
-
-    def _taught(self, items: Sequence[TrainItem]) -> dict[int, FloatArray]:
-        """Return the teacher's log-probs (R,) of the sampled tokens, by row."""
-        learner, section = self.learner, self.config.distillation
-        if learner.verdicts is not None:
-            items = [learner.verdicts.beside(item) for item in items]
-        if section.base_url:
-            from rayapp.learner.algo.distillation import served_log_probs
-
-            return served_log_probs(items, section, learner.ranks.world_size)
-        return self._log_probs(items, learner.model if section.is_policy else learner.frozen["teacher"])
+                self.frozen["teacher"] = self._log_probs(items, learner.frozen["teacher"])
 
     def _log_probs(self, items: Sequence[TrainItem], model: PolicyModel) -> dict[int, FloatArray]:
         scores = self.learner.score(items, model, self.learner.head_options())

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rayapp.core.errors import ConfigError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.syntax import answer_of, thoughts_end
+from rayapp.core.syntax import answer_of
 from rayapp.core.types import ExecRecord
 from rayapp.tools.config import parse
 
@@ -241,18 +241,3 @@ def with_whole_strings(text: str, start: str) -> str:
                 continue
             parts.append(text[begin:place].replace("<", "\\u003c"))
     return "".join([*parts, text[place:]])
-
-
-def thoughts_of(text: str) -> str:
-    """Return the reasoning in a turn: the text before the last `</think>`, without the tags."""
-    end = thoughts_end(text)
-    if not end and after_thoughts(text):
-        return ""
-    thoughts = text[:end].rpartition("</")[0] if end else text
-    return thoughts.strip().removeprefix("<think>").strip()
-
-
-def after_thoughts(text: str) -> str:
-    """Return the part of a turn after the last `</think>`. Only calls in this part count."""
-    end = thoughts_end(text)
-    return "" if not end and text.lstrip().startswith("<think>") else text[end:]

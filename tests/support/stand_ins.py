@@ -192,7 +192,7 @@ class SeededEngine:
     def load(self) -> dict[str, float]:
         return {}
 
-    async def sleep(self, *, keeps_requests: bool = False) -> bool:
+    async def sleep(self, *, keeps_requests: bool = False, drops_weights: bool = False) -> bool:
         if not self._gpus.files:
             return False
         while self._num_running and not keeps_requests:

@@ -61,7 +61,7 @@ class NodePlan:
 def plan_node(shape: ModelShape, config: Config, node_gpus: int = NODE_GPUS) -> NodePlan:
     learners = min(config.learner.num_learners, node_gpus)
     server_gpus = min(config.server.num_servers * config.server.tensor_parallel_size, node_gpus)
-    longest = longest_part(config.learner, config.max_learner_tokens)
+    longest = longest_part(config.learner, config.max_model_tokens)
     plan = plan_learner(shape, with_values(config, learner={"max_tokens_per_microbatch": longest}))
     weights = server_weight_bytes(shape, config.server)
     sleeps = config.cluster.placement == "colocated"

@@ -282,7 +282,7 @@ def with_learner_numbers(shape: ModelShape, config: Config, gpu_bytes: int) -> C
     def having(tokens: int) -> Config:
         return with_values(config, learner={"max_tokens_per_microbatch": tokens})
 
-    longest = longest_part(config.learner, config.max_learner_tokens)
+    longest = longest_part(config.learner, config.max_model_tokens)
     sizes = [having(1 << power) for power in range(16, 3, -1) if 1 << power >= longest]
     fitting = (sized for sized in sizes if plan_learner(shape, sized).total <= AUTO_SHARE * gpu_bytes)
     return next(fitting, having(longest))
@@ -302,7 +302,7 @@ def without_autos(shape: ModelShape, config: Config, gpu: Gpu) -> Config:
 def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
     """Return the smallest number of recomputed layers with which a learner fits; all layers if none fits."""
     if config.learner.max_tokens_per_microbatch == "auto":
-        tokens = max(longest_part(config.learner, config.max_learner_tokens), ENOUGH_TOKENS)
+        tokens = max(longest_part(config.learner, config.max_model_tokens), ENOUGH_TOKENS)
         config = with_values(config, learner={"max_tokens_per_microbatch": tokens})
     room = AUTO_SHARE * gpu_bytes
     if config.cluster.placement == "colocated":

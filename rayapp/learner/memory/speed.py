@@ -98,8 +98,6 @@ def step_speeds(shape: ModelShape, config: Config, gpu: Gpu, server: ServerPlan)
     scored = score(shape, learner, load, gpu, is_compiled=is_compiled)
     if config.scores_old_log_probs:
         speeds["old log-probs"] = scored
-    if config.distillation.is_policy:
-        speeds["teacher"] = scored
     for name, own in frozen_shapes(shape, frozen_models(config)).items():
         speeds[name] = score(own, learner, load, gpu, is_compiled=is_compiled)
     speeds["train"] = train(shape, learner, load, gpu, is_compiled=is_compiled)

@@ -151,7 +151,7 @@ class MemoryNeed:
 def find_token_budget(config: Config, ranks: Ranks, model: PolicyModel, room_bytes: int | None = None) -> int:
     """Return the token budget of all ranks: a power of two, so that a few megabytes more or less don't change the run.
     LearnerError: the longest trajectory does not fit."""
-    longest = longest_part(config.learner, config.max_learner_tokens)
+    longest = longest_part(config.learner, config.max_model_tokens)
     need = measure_need(config, ranks, model)
     room = free_bytes(ranks, model) if room_bytes is None else room_bytes
     if model.tower is not None:

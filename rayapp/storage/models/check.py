@@ -10,11 +10,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from rayapp.config.config import Config, alone, frozen_models, with_values
-from rayapp.config.other_models import DistillationSection
+from rayapp.config.config import Config, frozen_models, with_values
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import ConfigError, InputError, first_line
-from rayapp.core.http import read_key, server_named
 from rayapp.core.names import did_you_mean
 from rayapp.storage.models.families import family_of, text_type, unserved
 from rayapp.storage.models.fetch import with_local_model
@@ -231,25 +229,14 @@ def _ropes(text: dict[str, Any]) -> list[dict[str, Any]]:
     return nested or [found]
 
 
-SERVER_TIMEOUT_S = 10.0
-# Text on which two different tokenizers are very unlikely to agree.
-PROBE = 'def f(x):\n\treturn x ** 2  # 0123456789 ÄÖÜ 漢字 \u20ac\n\nThe quick brown fox; "jumps" over [lazy] dogs?'
-
-
 def check_teacher(config: Config) -> None:
     """Check that the teacher is a valid model with the policy's tokens (`model.path` is a folder here, or a hub id)."""
-    section = config.distillation
-    ours = [alone(config, each) for each in config.model_servers if each.name == server_named(section.base_url)]
-    if section.base_url and not ours:
-        _check_server(section, config.model)
-        return
-    own = next(iter(ours), config if section.is_policy else frozen_models(config).get("teacher"))
+    own = frozen_models(config).get("teacher")
     if own is None:
         return
-    more = {"max_prompt_tokens": config.rollout.max_prompt_tokens + section.num_privileged_tokens}
     try:
         # No server loads the teacher, so tensor parallelism does not apply.
-        local = with_local_model(with_values(own, server={"tensor_parallel_size": 1}, rollout=more))
+        local = with_local_model(with_values(own, server={"tensor_parallel_size": 1}))
         check_model(local)
     except (InputError, ConfigError) as error:
         raise InputError(f"distillation.teacher {own.model.path!r} can't be used: {error}") from error
@@ -262,31 +249,6 @@ def check_teacher(config: Config) -> None:
             f"{len(others)} of {len(policy)} tokens differ, e.g. {others[0]!r}, which has id {policy[others[0]]} in "
             f"the policy's and {there} in the teacher's. A teacher scores the policy's own tokens: choose a teacher "
             "of the policy's model family."
-        )
-
-
-def _check_server(section: DistillationSection, model: ModelSection) -> None:
-    """Check that the server tokenizes a text like the policy's tokenizer."""
-    import httpx
-
-    key = read_key(section.api_key_env, "the teacher")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    body = {"model": section.teacher, "prompt": PROBE, "add_special_tokens": False}
-    try:
-        url = f"{section.base_url.removesuffix('/v1')}/tokenize"
-        answer = httpx.post(url, json=body, headers=headers, timeout=SERVER_TIMEOUT_S)
-        answer.raise_for_status()
-        found = answer.json()["tokens"]
-    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"distillation.base_url {section.base_url!r}: the server can't tokenize text for {section.teacher!r}: "
-            f"{type(error).__name__}: {error}. Start a vLLM server there (vllm serve MODEL), or correct the URL."
-        ) from error
-    if found != load_tokenizer(model).encode(PROBE, add_special_tokens=False):
-        raise InputError(
-            f"distillation.teacher {section.teacher!r} at {section.base_url} has another tokenizer than model.path "
-            f"{model.path!r}: the two split a text into different tokens. A teacher scores the policy's own "
-            "tokens: choose a teacher of the policy's model family."
         )
 
 

@@ -99,9 +99,6 @@ def test_bad_value_names_its_range_and_the_value(override: str, text: str) -> No
     assert text in message(override)
 
 
-TEACHER = "distillation.teacher=m"
-VERDICT = f"{TEACHER} distillation.privileged=verdict"
-SERVED = f"{TEACHER} distillation.base_url=http://h/v1"
 SPLIT = "learner.expert_parallel_size=2"
 
 
@@ -116,11 +113,6 @@ SPLIT = "learner.expert_parallel_size=2"
         (f"learner.num_learners=3 {SPLIT}", "is 3, which is not a multiple of learner.expert_parallel_size = 2"),
         (f"learner.num_learners=4 learner.replicas=2 {SPLIT}", "has not been built together with learner.replicas = 2"),
         (f"learner.num_learners=2 learner.max_tokens_per_microbatch=auto {SPLIT}", "microbatch to a number"),
-        ("distillation.teacher=policy", "teacher and policy would be the same model"),
-        (f"{VERDICT} distillation.kl_over=vocabulary", "Use distillation.kl_over: sampled"),
-        (f"{VERDICT} learner.max_tokens_per_microbatch=1000", "256 + the verdict that the teacher reads 256 = 1024"),
-        (f"{SERVED} distillation.kl_over=vocabulary", "a server returns log-probs of sampled tokens only"),
-        (f"{SERVED} rollout.temperature=0.7", "rollout.temperature is 0.7"),
         ("distillation.weight=2", "distillation.weight is 2.0, but distillation.teacher names no model"),
         ("rollout.group_size=1 algorithm.adv_estimator=grpo_passk", "grpo_passk compares the trajectories of a group"),
         ("rollout.group_size=1 algorithm.adv_estimator=remax", "remax compares the trajectories of a group, or keeps"),

@@ -22,9 +22,11 @@ def config(**changes: Any) -> Config:
             {"name": "critic", "path": "models/critic", "tensor_parallel_size": 2},
             {"name": "large", "path": "models/large", "tensor_parallel_size": 4},
         ],
-        "judges": [{"name": "quality", "base_url": "run://critic", "model": "critic", "rubric": RUBRIC}],
-        "reward": {"judges": {"quality": 1.0}},
-        "distillation": {"teacher": "large", "base_url": "run://large"},
+        "judges": [
+            {"name": "quality", "base_url": "run://critic", "model": "critic", "rubric": RUBRIC},
+            {"name": "taste", "base_url": "run://large", "model": "large", "rubric": RUBRIC},
+        ],
+        "reward": {"judges": {"quality": 1.0, "taste": 1.0}},
     }
     return Config.model_validate(given | changes)
 
@@ -33,10 +35,10 @@ def test_each_model_has_gpus_of_its_own_where_somebody_asks_it() -> None:
     run = config()
 
     assert gpu_arithmetic(bundles_of(run)) == "1 servers x TP 1 + 1 learners + critic x TP 2 + large x TP 4 = 8"
-    # An evaluation has judges and no teacher, supervised steps a teacher and no judges.
+    # An evaluation has judges, supervised steps have none.
     evaluated, supervised = bundles_of(run, with_learners=False), bundles_of(run, with_servers=False)
-    assert [each.model_server for each in evaluated if each.model_server] == ["critic"]
-    assert [each.model_server for each in supervised if each.model_server] == ["large"]
+    assert [each.model_server for each in evaluated if each.model_server] == ["critic", "large"]
+    assert [each.model_server for each in supervised if each.model_server] == []
     assert [resources_of(each)["GPU"] for each in bundles_of(run) if each.model_server] == [2.0, 4.0]
 
 
@@ -45,20 +47,19 @@ def test_who_asks_gets_the_addresses_of_servers_that_are_up() -> None:
     asking = with_values(pickle.loads(pickle.dumps(with_addresses(config(), urls, "secret"))), model={"path": "copied"})
 
     assert asking.judges[0].base_url == "http://10.0.0.1:7000/v1"
-    assert asking.distillation.base_url == "http://10.0.0.2:7001/v1"
-    assert asking.judges[0].endpoint.key == asking.distillation.endpoint.key == "secret"
+    assert asking.judges[1].base_url == "http://10.0.0.2:7001/v1"
+    assert {judge.endpoint.key for judge in asking.judges} == {"secret"}
     assert "secret" not in f"{to_yaml(asking)} {asking!r}"
 
 
 def with_agent(**external: Any) -> Config:
     agent = {"name": "external_agent", "external": {"command": ["a"], "models": "endpoint", **external}}
-    return config(agent=agent, model_servers=[{"name": "helper", "path": "a"}], judges=[], reward={}, distillation={})
+    return config(agent=agent, model_servers=[{"name": "helper", "path": "a"}], judges=[], reward={})
 
 
 def test_an_agents_endpoint_may_be_a_server_of_the_run() -> None:
     run = with_agent(endpoint={"base_url": "run://helper"})
-    assert [each.name for each in asked_servers(run, by_learners=False)] == ["helper"]
-    assert asked_servers(run, by_workers=False) == []
+    assert [each.name for each in asked_servers(run)] == ["helper"]
 
     for asking in (
         with_addresses(run, {"helper": "http://10.0.0.1:7000/v1"}, "secret"),
@@ -86,11 +87,7 @@ def test_an_agents_endpoint_that_can_not_work_is_refused() -> None:
     [
         ({"model_servers": []}, r"judges \(quality\): base_url is run://critic, but `model_servers` has no server"),
         # A judge that no source names needs no server.
-        ({"reward": {}}, r"model_servers \(critic\): no judge, teacher or agent uses this server"),
-        (
-            {"distillation": {"teacher": "models/large", "base_url": "run://large"}},
-            "distillation: teacher is 'models/large', but the server at run://large calls its model 'large'",
-        ),
+        ({"reward": {}}, r"model_servers \(critic\): no judge or agent uses this server"),
         (
             {"model_servers": [{"name": "critic", "path": "a"}, {"name": "critic", "path": "b"}]},
             "two servers have the name 'critic'",

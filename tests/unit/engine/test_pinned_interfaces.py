@@ -72,7 +72,12 @@ CALLS = {
         "ignore_frontend max_iterations",
     },
     "config/vllm.py": {"VllmConfig.use_v2_model_runner": ""},
-    "config/model.py": {"ModelConfig": "enable_sleep_mode enable_return_routed_experts"},
+    "config/model.py": {
+        "ModelConfig": "enable_sleep_mode enable_return_routed_experts quantization",
+        "ModelConfig.get_num_experts": "",
+        "ModelConfig.is_hybrid": "",
+        "ModelConfig.is_multimodal_model": "",
+    },
     "outputs.py": {"CompletionOutput": "token_ids logprobs finish_reason routed_experts"},
     f"{TRANSFER}/base.py": {
         "ParamMeta": "name dtype shape",

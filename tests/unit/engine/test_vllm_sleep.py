@@ -26,7 +26,10 @@ class Recorded:
 
     def __init__(self, *, is_v2: bool = True) -> None:
         self.calls: list[str] = []
-        self.model_config = SimpleNamespace(enable_sleep_mode=True, enable_return_routed_experts=False, hf_config=None)
+        self.model_config = SimpleNamespace(
+            enable_sleep_mode=True, enable_return_routed_experts=False, hf_config=None, is_multimodal_model=False,
+            is_hybrid=False, quantization=None, get_num_experts=lambda: 0,
+        )  # fmt: skip
         self.vllm_config = SimpleNamespace(use_v2_model_runner=is_v2)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -83,6 +86,22 @@ async def test_a_sleep_that_keeps_requests_stops_them_between_two_tokens_and_sta
         "wake_up", "start_weight_update", "finish_weight_update", "collective_rpc", "wake_up", "add_request",
     ]  # fmt: skip
     late.cancel()
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        ({}, 2), ({"is_multimodal_model": True}, 1), ({"is_hybrid": True}, 1), ({"quantization": "fp8"}, 1),
+        ({"get_num_experts": lambda: 8}, 1),
+    ],
+    ids=["dense", "pictures", "mixers", "fp8", "experts"],
+)  # fmt: skip
+async def test_only_weights_that_every_sync_sends_are_dropped(kind: dict[str, Any], level: int) -> None:
+    recorded = Recorded()
+    vars(recorded.model_config).update(kind)
+
+    await engine_of(recorded).sleep(drops_weights=True)
+    assert recorded.calls == ["pause_generation wait", f"sleep {level} abort"]
 
 
 async def test_where_nothing_sleeps_requests_are_kept_too() -> None:

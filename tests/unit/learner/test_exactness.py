@@ -138,13 +138,8 @@ def plain_gradient(
 
 
 def plain_kl(log_p: torch.Tensor, log_q: torch.Tensor, distillation: DistillationSection) -> torch.Tensor:
-    """Of the last dimension: with top_k, of the probabilities of k tokens and of all others together."""
+    """Of the last dimension."""
     p, q = log_p.exp(), log_q.exp()
-    if distillation.kl_over == "top_k":
-        top = (p if distillation.kl == "reverse" else q).topk(distillation.top_k, dim=-1).indices
-        p, q = (
-            torch.cat([each.gather(-1, top), 1 - each.gather(-1, top).sum(-1, keepdim=True)], dim=-1) for each in (p, q)
-        )
     above, below = (p, q) if distillation.kl == "reverse" else (q, p)
     return (above * (above.log() - below.log())).sum(-1)
 
@@ -245,13 +240,13 @@ def tiny_teacher(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.mark.parametrize("kl", ["reverse", "forward"])
-@pytest.mark.parametrize("kl_over", ["sampled", "top_k", "vocabulary"])
+@pytest.mark.parametrize("kl_over", ["sampled", "vocabulary"])
 @pytest.mark.parametrize(("weight", "reward_weight", "share_prefixes"), [(1.0, 0.0, True), (0.5, 2.0, False)])
 def test_a_teacher_gives_the_gradient_of_a_dense_padded_batch(
     tiny_model: Path, tiny_teacher: Path, kl: str, kl_over: str, weight: float, reward_weight: float, *,
     share_prefixes: bool,
 ) -> None:  # fmt: skip
-    values = {"kl": kl, "kl_over": kl_over, "top_k": 7, "weight": weight, "reward_weight": reward_weight}
+    values = {"kl": kl, "kl_over": kl_over, "weight": weight, "reward_weight": reward_weight}
     section = DistillationSection.model_validate({"teacher": str(tiny_teacher), **values})
     groups, split = make_groups(5), {"max_tokens_per_microbatch": 40, "log_prob_chunk_tokens": 16}
     config = make_config(tiny_model, distillation=section, share_prefixes=share_prefixes, **split)

@@ -404,7 +404,7 @@ def test_an_auto_share_fits_and_leaves_a_margin() -> None:
     for more, fits in ((0.0, True), (0.03, True), (0.05, False)):
         share = {"gpu_memory_utilization": numbers.server.gpu_share + more}
         assert plan_gpu(QWEN3_8B, with_values(numbers, server=share), H100).server_fits == fits
-    assert numbers.learner.token_budget >= auto.max_learner_tokens
+    assert numbers.learner.token_budget >= auto.max_model_tokens
 
 
 def test_the_first_step_is_compared_with_the_plan(caplog: pytest.LogCaptureFixture) -> None:

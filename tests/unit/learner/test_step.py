@@ -245,14 +245,8 @@ def test_a_kl_in_the_reward_trains_groups_of_equal_rewards_and_scores_no_more_th
         assert second["learner/grad_norm"] > 0.0
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"algorithm": {"adv_estimator": "reinforce_plus_plus"}},
-        {"distillation": {"teacher": "policy", "privileged": "verdict", "reward_weight": 0.0}},
-    ],
-)
-def test_groups_of_one_train_where_nothing_is_compared(tiny_model: Path, changes: dict[str, Any]) -> None:
+def test_groups_of_one_train_where_nothing_is_compared(tiny_model: Path) -> None:
+    changes = {"algorithm": {"adv_estimator": "reinforce_plus_plus"}}
     alone = {"rollout": {"group_size": 1}, "learner": {"max_tokens_per_microbatch": 512}}
     with learner_of(tiny_model, changes | alone) as learner:
         metrics = step(learner, 1, [make_group(number, rewards=[float(number)]) for number in range(3)])
@@ -267,7 +261,7 @@ def test_groups_of_one_train_where_nothing_is_compared(tiny_model: Path, changes
         ("reverse", "sampled", "vanilla"),
         ("reverse", "sampled", "clip_cov"),  # a loss of the whole mini-batch
         ("reverse", "vocabulary", "vanilla"),
-        ("forward", "top_k", "vanilla"),
+        ("forward", "vocabulary", "vanilla"),
     ],
 )
 def test_steps_towards_a_teacher_lower_the_kl_to_it_whatever_the_rewards(
@@ -289,33 +283,6 @@ def test_steps_towards_a_teacher_lower_the_kl_to_it_whatever_the_rewards(
     assert found[-1]["distillation/kl"] < 0.85 * found[0]["distillation/kl"]
     assert found[0]["learner/tokens_trained"] == sum(weighed)
     assert found[0]["learner/share_computed"] == 1.0
-
-
-def test_a_policy_that_reads_the_verdict_teaches_the_one_that_did_not(tiny_model: Path) -> None:
-    section = {"teacher": "policy", "privileged": "verdict", "reward_weight": 0.0}
-    judged = Reward(value=0.25, status="scored", detail="IndexError: list index out of range")
-    group = make_group(0)
-    group = replace(group, trajectories=tuple(replace(t, reward=judged) for t in group.trajectories))
-    text = "An answer to the task that follows was judged: scored, reward 0.25. IndexError: list index out of range"
-    with learner_of(
-        tiny_model,
-        {"distillation": section, "learner": {"max_tokens_per_microbatch": 512}, "algorithm": {"kl_loss_coef": 0.1}},
-    ) as learner:
-        message = AutoTokenizer.from_pretrained(tiny_model).encode(text)
-        aware = [
-            make.trajectory(np.concatenate([message, t.token_ids]), len(message) + group.prompt.token_ids.size)
-            for t in group.trajectories
-        ]
-        expected = learner.log_probs_of(replace(group, trajectories=tuple(aware)))
-        own = learner.log_probs_of(group)
-        metrics = step(learner, 1, [group])
-
-    log_ratio = np.concatenate([mine - theirs for mine, theirs in zip(own, expected, strict=True)])
-    assert metrics["distillation/kl"] == pytest.approx(float(log_ratio.mean()), abs=1e-5)
-    assert metrics["distillation/kl_max"] == pytest.approx(float(log_ratio.max()), abs=1e-5)
-    assert abs(log_ratio).max() > 0.01
-    assert metrics["learner/grad_norm"] > 0
-    assert metrics["learner/kl_to_reference"] == pytest.approx(0.0, abs=1e-7)  # the reference reads no verdict
 
 
 def test_the_entropy_bonus_raises_entropy(tiny_model: Path) -> None:
