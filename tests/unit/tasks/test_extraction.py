@@ -152,6 +152,8 @@ IN_STRINGS = [
     "def f(x):\n    s = '''\n```\ncode\n```\n'''\n    return s\n",
     'def f(x):\n    return """\n```\n"""\n',
     'def f(x):\n    """\n~~~\n"""\n    a = """\n```\n```\n"""\n    return a\n',
+    "def f(x):\n    # As in ```\n    return x\n",
+    'def f(x):\n    """Return x, e.g. ```python\n    f(1)\n    ```"""\n    return x\n',
 ]
 
 
@@ -199,12 +201,13 @@ def test_the_language_of_a_block_is_read_in_many_forms(info: str, is_python: boo
 
 
 @pytest.mark.parametrize("text", ["{}    ```\nThat's it.", "{}  ```", "<answer>\n```python\n{}```\n</answer>",
-                                  "> ```python\n> def f(x):\n>     return 1\n> ```"])  # fmt: skip
+                                  "> ```python\n> def f(x):\n>     return 1\n> ```",
+                                  "<answer>\nHere it is:\n{}\nIt adds.\n</answer>"])  # fmt: skip
 def test_a_function_is_found_in_blocks_of_many_forms(text: str) -> None:
     source = "def f(x):\n    return 1\n"
     text = text.format(source) if text[0] in "<>" else f"```python\n{text.format(source)}"
 
-    assert extract_code(text, "f") == source
+    assert extract_code(text, "f") == extract_module(text, "f") == source
 
 
 @pytest.mark.parametrize(
@@ -238,8 +241,8 @@ def test_a_program_may_lack_the_fence_that_opens_or_closes_it(text: str) -> None
 
 
 @pytest.mark.parametrize("text", ["{}\n```", "{}\n```\nDone.", "Here:\n```\n{}", "```cpp\n{}\n```",
-                                  "```cpp17\n{}```", "```text\n{}\n```", "```\n{}\n```\nOutput:\n```\n42\n```",
-                                  "<answer>\n{}\n</answer>"])  # fmt: skip
+                                  "```cpp17\n{}```", "```text\n{}\n```",
+                                  "```\n{}\n```\nOutput:\n```\n42\n```"])  # fmt: skip
 def test_a_program_of_another_language_is_found_in_many_forms(text: str) -> None:
     source = "int main() { return 0; }"
 
