@@ -66,7 +66,7 @@ def curve(
     Args:
         absent: value for a trained step without the metric; None leaves the step out.
     """
-    values = [(each["step"], each.get(key, absent if each["step"] else None)) for each in records]
+    values: list[tuple[int, Any]] = [(row["step"], row.get(key, absent if row["step"] else None)) for row in records]
     found = [(float(step), float(value)) for step, value in values if _is_number(value)]
     size = max(1, math.ceil(len(found) / max_points))
     stretches = [found[start : start + size] for start in range(0, len(found), size)]
