@@ -2,12 +2,11 @@
 
     python -m benchmarks sandbox_fusion [-- --completions 500 --tests 20]
 
-The rows and completions are those of `code_tests`. Half of the programs are wrong. Three ways of scoring alternate,
+The rows and completions are those of `code_tests`. Half of the programs are wrong. Two ways of scoring alternate,
 each with as many completions at once as there are cores:
 
     prime_code   verl's scorer for machines without a sandbox service: the tests run in a child of this process
     run_code     verl's scorer with `sandbox_fusion.url`, which sends one request a test
-    submit       one request a completion: the service runs and compares all its tests
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
-
-import requests
 
 from benchmarks.code_tests import CORES, RIGHT, WRONG, problem
 from benchmarks.machine import ROOT
@@ -62,14 +59,6 @@ def by_run_code(url: str, tests: str, number: int) -> float:
     return float(default_compute_score("codecontests", text(number), tests, sandbox_fusion_url=f"{url}/run_code"))
 
 
-def by_submit(url: str, tests: str, number: int) -> float:
-    body = {"completion": text(number), "config": {"provided_data": json.loads(tests)}}
-    answer = requests.post(f"{url}/submit", json=body, timeout=600)
-    answer.raise_for_status()
-    passed = [test["passed"] for test in answer.json()["tests"]]
-    return sum(passed) / len(passed)
-
-
 def rate(workers: ProcessPoolExecutor, score: Callable[[int], float], num: int) -> tuple[float, list[float]]:
     """Score `num` completions. Return completions per second, and the scores."""
     started = time.perf_counter()
@@ -85,13 +74,12 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tests, part = json.dumps(problem(options.tests)), options.completions // options.rounds
-    rates: dict[str, list[float]] = {"prime_code": [], "run_code": [], "submit": []}
+    rates: dict[str, list[float]] = {"prime_code": [], "run_code": []}
     num_different = 0
     with service() as url, ProcessPoolExecutor(CORES, mp_context=get_context("fork")) as workers:
         ways = {
             "prime_code": partial(by_prime_code, tests),
             "run_code": partial(by_run_code, url, tests),
-            "submit": partial(by_submit, url, tests),
         }
         for way in ways.values():
             rate(workers, way, CORES)
@@ -105,7 +93,6 @@ def main() -> None:
     median = {name: statistics.median(values) for name, values in rates.items()}
     ratios = {
         "run_code_over_prime_code": median["run_code"] / median["prime_code"],
-        "submit_over_prime_code": median["submit"] / median["prime_code"],
     }
     print_report(options, ratios, completions_per_s=median, verdicts_that_differ=num_different)
 

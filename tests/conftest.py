@@ -73,7 +73,7 @@ SLOW_UNITS = frozenset(
         "families", "provider", "mirror", "token_budget", "step", "audit", "bad_input", "traces", "packing",
         "supervised", "checkpoints", "trackers", "exactness", "kuberay",
         "view_server", "task_agents", "models_fetch_and_check", "doctor", "data_prepare", "models_prefetch", "algo",
-        "imports", "external_agent", "server", "sandbox", "tutorial",
+        "imports", "external_agent", "server", "tutorial",
     )
 )  # fmt: skip
 """Files of unit/ that take over ten seconds each, three quarters of the room's time: `make test-fast` leaves them

@@ -38,7 +38,12 @@ fi
 address_towards() {
     "${@:2}" -c 'import os, socket, sys, psutil
 if name := os.environ.get("RAYAPP_INTERFACE"):
-    print(next(each.address for each in psutil.net_if_addrs()[name] if each.family == socket.AF_INET))
+    found = {each: [one.address for one in many if one.family == socket.AF_INET]
+             for each, many in psutil.net_if_addrs().items()}
+    if not found.get(name):
+        sys.exit(f"RAYAPP_INTERFACE is {name}, but the interfaces with an IPv4 address are "
+                 + ", ".join(each for each in found if found[each]))
+    print(found[name][0])
 else:
     probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     probe.connect((sys.argv[1], 9))

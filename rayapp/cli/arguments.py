@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rayapp.config.config import Config
     from rayapp.core.types import Reward
 
+SILENCE_S = 10.0
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml")]
 OptionalConfigFile = Annotated[
     Path | None, typer.Argument(metavar="CONFIG", help="YAML file, e.g. configs/coding_cpu.yaml; none: all defaults")
@@ -49,7 +52,8 @@ def say_at_once(text: str) -> None:
 def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
     """Yield the config with its model replaced by a folder that holds only this config.json; unchanged for None."""
     if file is None:
-        yield config
+        with told_while_silent():
+            yield config
         return
     if not file.is_file():
         raise InputError(f"--model-config {str(file)!r}: there is no such file. Give a model's config.json.")
@@ -57,7 +61,28 @@ def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
 
     with tempfile.TemporaryDirectory(prefix="rayapp-model-") as folder:
         shutil.copyfile(file, Path(folder) / "config.json")
-        yield with_values(config, model={"path": folder})
+        with told_while_silent():
+            yield with_values(config, model={"path": folder})
+
+
+@contextmanager
+def told_while_silent() -> Iterator[None]:
+    """Print on a terminal, every ten seconds of the block, which of rayapp's functions is running."""
+    caller, began_s, is_over = threading.get_ident(), time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(SILENCE_S):
+            frame = sys._current_frames().get(caller)  # noqa: SLF001 - the only way to see another thread
+            while frame is not None and not frame.f_globals.get("__name__", "").startswith("rayapp."):
+                frame = frame.f_back
+            place = f" in {frame.f_globals['__name__']}, {frame.f_code.co_name}" if frame is not None else ""
+            say_at_once(f"{time.monotonic() - began_s:.0f} s{place}")
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

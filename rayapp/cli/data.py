@@ -151,36 +151,6 @@ def rows(
     typer.echo(f"train it: rayapp train CONFIG tasks='[{out}/train.parquet]'{setting}")
 
 
-@app.command(
-    name="from-run",
-    epilog="Example: rayapp data from-run outputs/mine --min-reward 1 --out best.parquet, then rayapp sft CONFIG "
-    "warmup.files='[best.parquet]'",
-)
-def from_run(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run that kept its trajectories")],
-    out: Annotated[Path, typer.Option(help="Parquet file to write")],
-    min_reward: Annotated[float, typer.Option(help="Lowest reward of a trajectory to take")] = 1.0,
-    max_per_prompt: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of trajectories of each prompt; default: all")
-    ] = None,
-    first_step: Annotated[int, typer.Option(min=1, help="First step to take trajectories from")] = 1,
-    last_step: Annotated[
-        int | None, typer.Option(min=1, help="Last step to take trajectories from; default: the last of the run")
-    ] = None,
-) -> None:
-    """Write a run's best trajectories as demonstrations for `rayapp sft` and `warmup`: rejection sampling."""
-    from rayapp.runs.trajectories import Selection, select_from_run
-
-    selection = Selection(
-        min_reward=min_reward, max_per_prompt=max_per_prompt, first_step=first_step, last_step=last_step
-    )
-    count = select_from_run(run, out, selection)
-    typer.echo(
-        f"{out}: {count.num_written} of {count.num_read} trajectories with a reward of {min_reward:g} or more, "
-        f"{count.num_repeated} repeated ones left out"
-    )
-
-
 @app.command(epilog="Example: rayapp data view data/geometry3k/train.parquet --row 3 --save pictures")
 def view(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet or JSONL file in verl's schema")],

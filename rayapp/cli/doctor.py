@@ -166,7 +166,7 @@ def _inputs_fit(config: Config, tokenizer: Any) -> Iterator[Finding]:
         return
     for source in sources_of(config):
         where = f"source {source.name}: " if source.name else ""
-        for finding in (*_tool_parser_fits(source.config, tokenizer), *_history_stays(source.config, tokenizer)):
+        for finding in _tool_parser_fits(source.config, tokenizer):
             yield replace(finding, detail=f"{where}{finding.detail}")
 
 
@@ -214,28 +214,6 @@ def _tool_parser_fits(config: Config, tokenizer: Any) -> Iterator[Finding]:
         check_parser, tokenizer, model=config.model.path, parser=agent.tool_parser, chat_template=agent.chat_template
     )
     yield from _problem("tools", check)
-
-
-def _history_stays(config: Config, tokenizer: Any) -> Iterator[Finding]:
-    """Report what the chat template changes in earlier turns, for agents that send their history again."""
-    if config.agent_name != "external_agent":
-        return
-    from rayapp.rollout.agent.chat import ChatFormat, load_template
-
-    template = load_template(config.agent.chat_template) if config.agent.chat_template else ""
-    variables = config.agent.chat_template_kwargs
-    lost = ChatFormat(tokenizer, template=template, name=config.model.path, variables=variables).rewritten()
-    if not lost:
-        yield Finding("ok", "history", "the chat template writes earlier turns as the policy sampled them")
-        return
-    yield Finding(
-        "note",
-        "history",
-        f"the chat template changes parts of an earlier turn: {', '.join(lost)}. In training the policy reads its own "
-        "tokens again; behind a server that gets only messages, such as `vllm serve`, it reads the changed text",
-        "compare the rewards in training with those behind the server, or set agent.chat_template to a template that "
-        "keeps earlier turns",
-    )
 
 
 def _storage_answers(config: Config) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ _KEYS = (
 )  # fmt: skip
 GIB = 1 << 30
 _SANDBOX_TIMEOUT_S = 20.0
-METRICS_PORT = 8080  # of `ray start --metrics-export-port` in docs/operate.md and of KubeRay's pods
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +56,8 @@ def machine() -> Iterator[Finding]:
     yield _images()
     yield from _plugins()
     yield from _token_folder()
-    yield metrics_port(METRICS_PORT)
     present = [key for key in _KEYS if os.environ.get(key)]
     yield Finding("ok", "keys", f"set: {', '.join(present)}" if present else "none is set, and this machine needs none")
-
-
-def metrics_port(port: int) -> Finding:
-    """Check the metrics port that `ray start` in docs/operate.md uses. A Ray that a run starts takes any free port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return Finding(
-                "note",
-                "metrics port",
-                f"{port} is taken, by a running Ray or by another program",
-                cure=f"ray start --head --metrics-export-port={port + 1}: Ray does not start with a port that is taken",
-            )
-    return Finding("ok", "metrics port", f"{port} is free")
 
 
 def _token_folder() -> Iterator[Finding]:

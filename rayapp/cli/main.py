@@ -57,7 +57,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "task": ("extras.audit.command:app", "Work with tasks."),
     "try": ("trying:app", "Try a tool without training."),
     "model": ("model:app", "Fetch models."),
-    "sandbox": ("sandbox:app", "Run code in sandboxes, serve them, and end those that runs left."),
+    "sandbox": ("sandbox:app", "Serve sandboxes, and end those that runs left."),
 }
 
 

@@ -1,6 +1,5 @@
-"""`rayapp sandbox`: run code, serve sandboxes, end those left at a provider.
+"""`rayapp sandbox`: serve sandboxes, end those left at a provider.
 
-run      one file, as model-written code would run         the code's exit status; 124 when it was stopped
 serve    offer sandboxes over MCP and as SandboxFusion     until Ctrl-C or SIGTERM
 reap     end sandboxes that runs left at a provider        exit 0 nothing left, 1 something is, 2 wrong key
 """
@@ -15,65 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated
 
 import typer
 
 from rayapp.cli.arguments import OptionalConfigFile, Overrides, loaded_config
 from rayapp.config.loading import load_config
-from rayapp.config.sandbox import DaytonaConfig, E2BConfig, McpConfig, ProviderConfig, SandboxConfig
-from rayapp.core.aio import run_until_done
+from rayapp.config.sandbox import DaytonaConfig, E2BConfig, SandboxConfig
 from rayapp.core.errors import ConfigError, InputError, SandboxConfigError
 from rayapp.core.logs import visible
 from rayapp.core.names import load_extra
-from rayapp.core.protocols import SandboxProvider
-from rayapp.core.types import ExecResult, SandboxSpec
 from rayapp.sandbox.leases import RemoteProvider
-from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
-from rayapp.sandbox.pool.build import labels_of
 from rayapp.sandbox.pool.reap import Reaped, labels_to_reap
 from rayapp.sandbox.pool.reap import reap as reap_all
 from rayapp.sandbox.providers import remote_provider
 
-app = typer.Typer(no_args_is_help=True, help="Run code in sandboxes, serve them, and end those that runs left.")
-_STOPPED = 124
-_READY_TIMEOUT_S = 60.0
-
-LevelOption = Annotated[
-    str,
-    typer.Option(help="Try this level only: ns+proc, ns or ll; with loopback, for agents inside: ns+proc+lo or ns+lo"),
-]
-
-
-@app.command()
-def run(
-    file: Annotated[Path, typer.Argument(help="Python source; - is standard input")],
-    provider: Annotated[str, typer.Option(help="Provider of the sandbox: local, e2b, daytona or mcp")] = "local",
-    stdin: Annotated[bool, typer.Option("--stdin", help="Pass this command's standard input to the program")] = False,
-    timeout_s: Annotated[float, typer.Option(min=0.001)] = 30.0,
-    package: Annotated[
-        list[str] | None, typer.Option(help="Package it may import, e.g. numpy; may be repeated")
-    ] = None,
-    level: LevelOption = "",
-    config: Annotated[Path | None, typer.Option(help="Take the provider's section from this config")] = None,
-    url: Annotated[str, typer.Option(help="Endpoint of the MCP server, if no --config names it")] = "",
-) -> None:
-    """Run one file in a sandbox and pass on its output and exit status. Provider keys come from the environment."""
-
-    packages = tuple(package or ())
-    if stdin and str(file) == "-":
-        raise InputError("code and input can't both come from standard input: give the code as a file")
-    code, given = _read(file), sys.stdin.read() if stdin else ""
-    chosen = choose_provider(provider, config=config, url=url, levels=_levels(level), packages=packages)
-    result = run_until_done(run_once(chosen, code, stdin=given, timeout_s=timeout_s, packages=packages))
-    _show(result.stdout, sys.stdout)
-    _show(result.stderr, sys.stderr)
-    if result.stopped_for is not None:
-        sys.stderr.write(f"stopped for {result.stopped_for.value} after {result.duration_s:.2f} s\n")
-        raise typer.Exit(_STOPPED)
-    # Exit with 128 + signal number if a signal ended the code, like shells.
-    raise typer.Exit(result.exit_code if result.exit_code >= 0 else 128 - result.exit_code)
-
+app = typer.Typer(no_args_is_help=True, help="Serve sandboxes, and end those that runs left.")
 
 KEY_VARIABLE = "RAYAPP_SANDBOX_API_KEY"
 
@@ -97,7 +53,7 @@ def serve(
     ] = False,
     lease_timeout_s: Annotated[float, typer.Option(min=0.1, help="Longest wait for a free sandbox")] = 120.0,
 ) -> None:
-    """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's protocol at /run_code and /submit."""
+    """Serve sandboxes to other programs: MCP tools at /mcp, SandboxFusion's at /run_code."""
     sandboxes = loaded_config(config, overrides).sandbox
     key = "" if no_key else os.environ.get(api_key_env, "")
     if not key and not no_key:
@@ -116,7 +72,7 @@ def serve(
 _ENDPOINTS = """\
 serving at {address}    (Ctrl-C ends it)
 MCP            {address}/mcp
-SandboxFusion  {address}/run_code and {address}/submit
+SandboxFusion  {address}/run_code
 counts         {address}/health"""
 
 
@@ -150,7 +106,6 @@ def reap(
     yes: Annotated[bool, typer.Option("--yes", help="Don't ask before ending the sandboxes of every run")] = False,
 ) -> None:
     """End sandboxes that runs left at a provider, found by their labels; one line each."""
-    from rayapp.config.loading import load_config
 
     loaded = load_config(config).sandbox if config is not None else None
     if run is None and not dry_run and not yes and sys.stdin.isatty():
@@ -158,28 +113,6 @@ def reap(
             "This ends the sandboxes of all runs that use this key, including runs in progress. Continue?", abort=True
         )
     raise typer.Exit(reap_command(run=run, kinds=provider or (), config=loaded, dry_run=dry_run))
-
-
-def _show(text: str, stream: TextIO) -> None:
-    """Print text; on a terminal, which would obey them, make control characters visible."""
-    stream.write(visible(text) if stream.isatty() else text)
-
-
-def _levels(level: str) -> tuple[str, ...]:
-    if not level:
-        return LEVELS
-    if level not in (known := LEVELS + LOOPBACK_LEVELS):
-        raise InputError(f"--level {level!r} is unknown: use one of {', '.join(known)}")
-    return (level,)
-
-
-def _read(file: Path) -> str:
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text()
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not text: {error}") from error
-    except OSError as error:
-        raise InputError(f"{file} can't be read: {error.strerror}") from error
 
 
 LISTED: Mapping[str, type[E2BConfig | DaytonaConfig]] = {"e2b": E2BConfig, "daytona": DaytonaConfig}
@@ -195,7 +128,7 @@ def reap_command(*, run: str | None, kinds: Sequence[str], config: SandboxConfig
 
 def _sections(kinds: Sequence[str], config: SandboxConfig | None) -> list[E2BConfig | DaytonaConfig]:
     if unknown := [kind for kind in kinds if kind not in LISTED]:
-        why = "can't list the sandboxes of other processes" if unknown[0] in PROVIDERS else "is unknown"
+        why = "can't list the sandboxes of other processes" if unknown[0] in ("local", "mcp") else "is unknown"
         raise InputError(f"provider {unknown[0]!r} {why}: use one of {', '.join(LISTED)}")
     found = config.providers if config is not None else _defaults(kinds)
     listed = [section for section in found if isinstance(section, E2BConfig | DaytonaConfig)]
@@ -245,58 +178,3 @@ def _line(each: Reaped, *, dry_run: bool) -> str:
     if each.error is not None:
         return f"{each.provider} {each.sandbox_id} could not be ended: {each.error}"
     return f"{each.provider} {each.sandbox_id} {'would be ended' if dry_run else 'ended'}"
-
-
-PROVIDERS = ("local", *LISTED, "mcp")
-RUN_NAME = "sandbox-run"  # in the sandbox's labels
-_ENDS_AFTER_S = 120.0  # after the program's deadline, if this process has not ended the sandbox
-
-
-def choose_provider(
-    kind: str, *, config: Path | None, url: str, levels: tuple[str, ...], packages: tuple[str, ...]
-) -> SandboxProvider:
-    """Make the provider of this name, from a run's config or, for an MCP server, from its endpoint `url`."""
-    if kind not in PROVIDERS:
-        raise SandboxConfigError(f"provider {kind!r} is unknown: use one of {', '.join(PROVIDERS)}")
-    if url and kind != "mcp":
-        raise InputError(
-            f"--url is only for provider mcp, not for {kind}. Leave --url out; to set an endpoint of {kind}, pass "
-            "--config FILE with the provider's section"
-        )
-    if kind == "local":
-        return LocalProvider(levels=levels)
-    if levels != LEVELS or packages:
-        option = "--package" if levels == LEVELS else "--level"
-        raise InputError(
-            f"{option} is only for provider local: sandboxes of {kind} are made from a template. Leave it out"
-        )
-    return remote_provider(_section(kind, config, url))
-
-
-def _section(kind: str, config: Path | None, url: str) -> ProviderConfig:
-    if config is not None:
-        for section in load_config(config).sandbox.providers:
-            if section.type == kind:
-                return section
-        raise SandboxConfigError(f"{config} has no provider {kind}: add one to sandbox.providers")
-    if kind in LISTED:
-        return LISTED[kind]()
-    if not url:
-        raise SandboxConfigError("provider mcp needs its server's endpoint: give --url URL, or a --config that has it")
-    return McpConfig(url=url)
-
-
-async def run_once(
-    provider: SandboxProvider, code: str, *, stdin: str, timeout_s: float, packages: tuple[str, ...]
-) -> ExecResult:
-    ttl_s = timeout_s + _ENDS_AFTER_S
-    try:
-        spec = SandboxSpec(packages=packages)
-        labels = labels_of(RUN_NAME)
-        sandbox = await provider.create(spec, labels=labels, ttl_s=ttl_s, timeout_s=_READY_TIMEOUT_S)
-        try:
-            return await sandbox.run_code(code, timeout_s=timeout_s, stdin=stdin)
-        finally:
-            await asyncio.shield(provider.kill(sandbox.id))
-    finally:
-        await asyncio.shield(provider.close())

@@ -102,9 +102,7 @@ def evaluate(
 @app.command(
     epilog="Examples:\n\n"
     "  rayapp sft configs/coding_warmup_cpu.yaml      (the first phase of rayapp train with this config)\n\n"
-    "  rayapp sft mine.yaml warmup.files='[chats.jsonl]' warmup.num_steps=500 warmup.rows_per_step=32\n\n"
-    "  rayapp data from-run outputs/mine --min-reward 1 --out best.parquet      (rejection sampling: then\n\n"
-    "  rayapp sft mine.yaml run.name=mine2 warmup.files='[best.parquet]' warmup.num_steps=100)"
+    "  rayapp sft mine.yaml warmup.files='[chats.jsonl]' warmup.num_steps=500 warmup.rows_per_step=32"
 )
 def sft(config: ConfigFile, overrides: Overrides = None) -> None:
     """Train on demonstrations as section `warmup` of CONFIG says. Writes the model to OUTPUT_DIR/NAME-sft/final.

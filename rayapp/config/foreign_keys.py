@@ -213,5 +213,5 @@ def tracked(*names: str) -> Landing:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return the value as a list: many of verl's keys take one value or several."""
-    return list(value) if isinstance(value, list | tuple) else [value]
+    """Return the value as a list: many of verl's keys take one value, several or null."""
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]

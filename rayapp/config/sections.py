@@ -183,7 +183,7 @@ class WarmupSection(FrozenModel):
     num_steps: int = Field(0, ge=0)
     """Optimizer steps on demonstrations, on the run's learners. 0: no warm-up."""
     files: tuple[str, ...] = ()
-    """JSONL or parquet files of conversations, prompts with completions, or trajectories from `rayapp data from-run`.
+    """JSONL or parquet files of conversations, prompts with completions, or token ids with a mask.
     Empty: the demonstrations of the run's tasks."""
     eval_files: tuple[str, ...] = ()
     """Files of validation rows, never trained on. Their loss is the metric `sft/validation_loss`."""

@@ -11,50 +11,93 @@ import gc
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 _ONE_PARSE = threading.Lock()
 _MOST_SHOWN = 80
-# Tags of thoughts. `"<think>`, `'</think>'` and `(.*)</think>"` are parts of strings. Both branches begin with `<`, as
-# `re` is faster then.
-_THOUGHTS = ("<think>", "<thinking>", "<thought>", "<reasoning>", "<seed:think>", "[THINK]")
-_NAME = "(?:think(?:ing)?|thought|reasoning|seed:think)>"
+# Tags of thoughts, as models and prompts write them. `"<think>`, `'</think>'` and `(.*)</think>"` are parts of strings;
+# `Vec<Thought>` is a type. Tags with a prefix or suffix: `<seed:think>`, `<think_fast>`, `<ifm|think>`.
+_WORD = "(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|rationale|scratch_?pad|cot)"
+_NAME = rf"(?:\w{{1,20}}[:|_])?(?:ant)?{_WORD}(?:[:_]\w{{1,20}})?"
+_PLAIN = "(?-i:think(?:ing)?|thought|reasoning|seed:think)"  # written as text too: `Well.<think>`, `a<think>`
+_IN_QUOTES = r"""(?<=(?P<mark>["'`])<)/[\w:]+>(?P=mark)|(?<=[)*?}\]]<)/[\w:]+>["']"""
+_OPENS = (
+    rf"""<(?<!["'`]<){_PLAIN}>""",
+    rf"""<(?<![\w:"'`]<)(?:\||(?<![^\n]<)[ \t])?{_NAME}(?:[ \t][^<>\n]{{0,80}})?\|?>""",
+    rf"<\|?(?:start|begin)_(?:of_)?(?:{_NAME}|working_out)\|?>",
+    rf"<\|(?:{_NAME}_(?:start|begin)|inner_prefix|content_thinking)\|>|<unused94>",
+    r"<\|channel\|?>(?:analysis(?:<\|message\|>)?|thought)|<\|open\|>think<\|sep\|>",  # of gpt-oss, Gemma and Kimi
+    r"(?<![\w\])])\[(?-i:THINK(?:ING)?)\]|(?<![^\n])\[think(?:ing)?\]|◁think▷",
+)
+_CLOSES = (
+    rf"""<(?!{_IN_QUOTES})[ \t|]{{0,2}}/[ \t]?{_NAME}[ \t]?\|?>""",
+    rf"<\|?end_(?:of_)?(?:{_NAME}|working_out)\|?>",
+    rf"<\|?{_NAME}_end\|?>|<\|(?:inner_suffix|content_text)\|>|<unused95>",
+    r"<\|end\|>(?=\s*<\|start\|>)|<\|channel\|>(?=final)|<channel\|>|<\|close\|>think<\|sep\|>",
+    r"\[/think(?:ing)?\]|◁/think▷",
+)
 _THOUGHT_TAG = re.compile(
-    rf"""<(?<!["'`]<){_NAME}|<(?!(?<=(["'`])<)/[\w:]+>\1|(?<=[)*?}}\]]<)/[\w:]+>["'])(/{_NAME})"""
+    rf"(?=<[ \t|]{{0,2}}/?[ \t]?\w|[\[◁])(?:(?P<closes>{'|'.join(_CLOSES)})|(?P<opens>{'|'.join(_OPENS)}))",
+    re.IGNORECASE,
+)
+_NO_NAME = re.compile(
+    r"(?<=\w)[ \t].*|(?:start|begin|end)_(?:of_)?|_(?:start|begin|end|prefix|suffix)|content_(?:text)?|open|close"
+    r"|channel|\|end\||[^a-z]",
+    re.DOTALL,
 )
 
 
 def answer_of(completion: str) -> str:
     """Return the answer of a completion, which rules, tests, tools and judges read: the text after the thoughts.
 
-    Thoughts are the text up to the last `</think>`, and the text from a `<think>` that is never closed. Tags in quotes
-    are plain text.
+    Thoughts are the text up to the last `</think>`, and the text from a `<think>` that is never closed; of other tags
+    too. A tag within a thought of another tag closes only its own. Tags in quotes are plain text.
     """
-    begin, end = 0, None
-    for tag in _tags(completion):
-        if tag[2]:
-            begin, end = tag.end(), None
-        elif end is None:
-            end = tag.start()
+    begin, end = _answer_place(completion)
     return completion[begin:end]
 
 
-def _tags(text: str) -> Iterator[re.Match[str]]:
-    # Mistral's tags are as long as the others: places stay.
-    return _THOUGHT_TAG.finditer(text.replace("[THINK]", "<think>").replace("[/THINK]", "</think>"))
+def _answer_place(text: str) -> tuple[int, int | None]:
+    begin, end, is_open = 0, None, list[str]()
+    for tag in _THOUGHT_TAG.finditer(text):
+        name = _NO_NAME.sub("", tag[0].lower())
+        if tag["opens"]:
+            end = tag.start() if end is None else end
+            is_open += [name] if name not in is_open else []
+            continue
+        is_open = is_open[: is_open.index(name) if name in is_open else 0] if name else is_open[:-1]
+        if not is_open:
+            begin, end = tag.end(), None
+    return begin, end
 
 
 def spoken(completion: str, prompt: str) -> str:
     """Return a completion with the `<think>` with which its prompt (or its end) ends, unless it closes the thought."""
-    is_open = prompt.rstrip().endswith(_THOUGHTS) and not thoughts_end(completion)
-    return f"<think>{completion}" if is_open and not completion.lstrip().startswith(_THOUGHTS) else completion
+    tags = list(_THOUGHT_TAG.finditer(prompt, max(0, len(prompt) - 200)))
+    is_open = bool(tags) and bool(tags[-1]["opens"]) and not prompt[tags[-1].end() :].strip()
+    if not is_open or thoughts_end(completion):
+        return completion
+    begins = _THOUGHT_TAG.match(completion.lstrip())
+    return completion if begins and begins["opens"] else f"{tags[-1][0].strip()}{completion}"
 
 
 def thoughts_end(completion: str) -> int:
     """Return the index after the last `</think>` that is not in quotes; 0 if there is none."""
-    return max((tag.end() for tag in _tags(completion) if tag[2]), default=0)
+    return _answer_place(completion)[0]
+
+
+def parted(turn: str) -> tuple[str, str]:
+    """Return the thoughts with which a turn begins, without their tags, and the rest."""
+    begins, end = _THOUGHT_TAG.match(turn.lstrip()), thoughts_end(turn)
+    is_begun = begins is not None and bool(begins["opens"])
+    if not end and not is_begun:
+        return "", turn
+    thoughts = turn[: end or None]
+    closing = [tag.start() for tag in _THOUGHT_TAG.finditer(thoughts) if end and tag.end() == end]
+    thoughts = thoughts[: closing[-1]] if closing else thoughts
+    return thoughts.strip().removeprefix(begins[0] if begins and is_begun else "").strip(), turn[end:] if end else ""
 
 
 def module(source: str) -> ast.Module:

@@ -1,19 +1,16 @@
 """Trajectory files: `trajectories/step=NNNNNN.parquet` for training steps, `evaluations/step=…` for evaluations.
 
 One row per trajectory, by a versioned schema (docs/run-folder.md); `read_groups` restores the exact `Group`s.
-`select_from_run` writes demonstrations: rejection sampling, for a later `warmup` or `rayapp sft` (docs/sft.md).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import groupby, islice
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayapp.core.errors import InputError, one_line
+from rayapp.core.errors import InputError
 from rayapp.core.files import aside
 from rayapp.core.types import (
     AllowedTokens,
@@ -40,7 +37,7 @@ from rayapp.core.types import (
     TurnRecord,
     VersionSpan,
 )
-from rayapp.runs.layout import PARQUET, PICTURES, TRAJECTORIES, step_of, steps_in
+from rayapp.runs.layout import PICTURES
 from rayapp.storage.media import write_pictures
 
 SCHEMA_VERSION = "1"
@@ -329,93 +326,3 @@ def _turn(record: dict[str, Any]) -> TurnRecord:
 def _call(record: dict[str, Any]) -> CallRecord:
     execs, pictures = tuple(ExecRecord(**one) for one in record["execs"]), tuple(record.get("pictures") or ())
     return CallRecord(**record | {"execs": execs, "pictures": pictures})
-
-
-READ = ["step", "group_id", "task", "prompt", "completion", "reward", "valid", "token_ids", "response_mask",
-        "forks"]  # fmt: skip
-WRITTEN = pa.schema([SCHEMA.field(name) for name in READ if name != "valid"])
-BATCH_ROWS = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Criteria for the trajectories to select."""
-
-    min_reward: float
-    max_per_prompt: int | None = None  # the earliest first; None: no limit
-    first_step: int = 1
-    last_step: int | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Selected:
-    """Numbers of trajectories read and written."""
-
-    num_read: int = 0
-    num_written: int = 0
-    num_repeated: int = 0  # left out: another trajectory of the prompt has the same tokens
-
-
-def select_from_run(run: Path, out: Path, selection: Selection) -> Selected:
-    """Write the selection to the parquet file `out`. Failed trajectories are never selected."""
-    if (run / PICTURES).exists():
-        raise InputError(f"{run} was trained on pictures, which files of demonstrations can't hold: choose another run")
-    recorded = _step_files(run)
-    files = [file for file in recorded if _is_wanted(file, selection)]
-    if not files:
-        last = "" if selection.last_step is None else f" to {selection.last_step}"
-        raise InputError(
-            f"{run / 'trajectories'} has no steps from {selection.first_step}{last}: it has {recorded[0].stem} to "
-            f"{recorded[-1].stem}. Change --first-step or --last-step"
-        )
-    count = Selected()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with aside(out) as pending:
-        with pq.ParquetWriter(pending, WRITTEN, compression="zstd") as writer:
-            chosen = _chosen(files, selection, count)
-            while rows := list(islice(chosen, BATCH_ROWS)):
-                writer.write_table(pa.Table.from_pylist(rows, schema=WRITTEN))
-        if not count.num_written:
-            raise InputError(
-                f"{run}: none of the {count.num_read} trajectories is valid and has a reward of "
-                f"{selection.min_reward:g} or more. Lower --min-reward"
-            )
-    return count
-
-
-def _step_files(run: Path) -> list[Path]:
-    files = steps_in(run / TRAJECTORIES, PARQUET)
-    if not files:
-        raise InputError(f"{run / 'trajectories'} has no recorded steps: name the folder of a run that trained a step")
-    return files
-
-
-def _is_wanted(file: Path, selection: Selection) -> bool:
-    step = step_of(file.name) or 0
-    return step >= selection.first_step and (selection.last_step is None or step <= selection.last_step)
-
-
-def _chosen(files: list[Path], selection: Selection, count: Selected) -> Iterator[dict[str, Any]]:
-    taken, seen = Counter[str](), set[bytes]()
-    for row in _rows(files):
-        count.num_read += 1
-        prompt = row["prompt"]
-        if not row.pop("valid") or row["reward"] < selection.min_reward:
-            continue
-        # Include the mask: a tool's output and the policy's own text may be the same tokens.
-        key = hashlib.sha256(repr((prompt, row["token_ids"], row["response_mask"], row["forks"])).encode()).digest()
-        if key in seen:
-            count.num_repeated += 1
-        elif selection.max_per_prompt is None or taken[prompt] < selection.max_per_prompt:
-            seen.add(key)
-            taken[prompt] += 1
-            count.num_written += 1
-            yield row
-
-
-def _rows(files: list[Path]) -> Iterator[dict[str, Any]]:
-    for file in files:
-        try:
-            yield from pq.read_table(file, columns=READ).to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{file} can't be read: {one_line(error)}") from error

@@ -27,7 +27,7 @@ _NO_LANGUAGE = frozenset({"text", "txt", "plaintext", "plain", "none", "code", "
 _LANGUAGE = re.compile(r"(?:\{code[\w-]*\}\s*|[{.]|lang(?:uage)?[-=:])*([\w+#-]*?)[\d-]*(?![\w+#-])", re.IGNORECASE)
 # A fence behind prose or code, or before a tag: models write it, CommonMark knows none.
 _GLUED = re.compile(
-    r"^(?![ \t>]*(?:(?:[-*+]|\d+[.)])[ \t>]*)?[`~])([^\n`]*[^\s`])[ \t]*(`{3,}[\w+#.-]*)[ \t]*$"
+    r"^(?![ \t>]*(?:(?:[-*+]|\d+[.)])[ \t>]*)?[`~])([^\n`#]*[^\s`#])[ \t]*(`{3,}[\w+#.-]*)[ \t]*$"
     r"|^([ \t]*`{3,})[ \t]*(</\w.*)$",
     re.MULTILINE,
 )
@@ -109,7 +109,13 @@ def marked_block(completion: str, languages: frozenset[str]) -> str:
 
 def _answer(completion: str) -> str:
     text = answer_of(completion.replace("\r\n", "\n").replace("\r", "\n")).lstrip("\ufeff\u200b\u00a0")
-    return _GLUED.sub(lambda found: "\n".join(part for part in found.groups() if part is not None), text)
+    return _GLUED.sub(_apart, text, _MAX_TRIES)
+
+
+def _apart(found: re.Match[str]) -> str:
+    """Return a line with its fence on a line of its own; unchanged in a string of Python."""
+    is_in_string = _cuts_string(found.string[: found.start()] + (found[1] or ""))
+    return found[0] if is_in_string else "\n".join(part for part in found.groups() if part is not None)
 
 
 def _only_closes(text: str) -> bool:
@@ -215,10 +221,11 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
 
 
 def _blocks(text: str) -> list[tuple[str, str]]:
-    """Return language (empty if none is named) and dedented contents of each block; without a fence, those of tags."""
+    """Return language (empty if none is named) and dedented contents of each block; without a fence, of tags with
+    nothing but Python inside."""
     found = [(language, textwrap.dedent(body)) for language, body, _, _ in _fences(text)]
-    tagged = () if found else _TAGGED.finditer(text)
-    found += [("", textwrap.dedent(html.unescape(tag[2]) if tag[1] else tag[3])) for tag in tagged]
+    tagged = [] if found else [html.unescape(tag[2]) if tag[1] else tag[3] for tag in _TAGGED.finditer(text)]
+    found += [("", body) for body in map(textwrap.dedent, tagged[:_MAX_TRIES]) if parse(body) is not None]
     return [(language, _without_prompts(body)) for language, body in found]
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rayapp.core.errors import ConfigError
 from rayapp.core.protocols import SandboxSource
-from rayapp.core.syntax import answer_of, thoughts_end
+from rayapp.core.syntax import answer_of
 from rayapp.core.types import ExecRecord
 from rayapp.tools.config import parse
 
@@ -223,7 +223,7 @@ MAX_CALLS = 64  # read in one turn: even a call of a few tokens costs a parse, a
 
 
 def with_whole_strings(text: str, start: str) -> str:
-    """Return a turn in which no string of a call (after `start`) contains `<`, so that a parser doesn't take
+    """Return a turn in which no string of a call (after `start`) contains `<` or `start`, so that a parser doesn't take
     `</tool_call>` in a string for the end of the call. The calls' JSON has the same value."""
     parts, place = list[str](), 0
     for _ in range(MAX_CALLS + 1):
@@ -234,25 +234,11 @@ def with_whole_strings(text: str, start: str) -> str:
         begin += len(text[begin:]) - len(text[begin:].lstrip()) if text[begin : begin + 1].isspace() else 0
         parts.append(text[place:begin])
         place = begin
-        if text[begin : begin + 1] == "{":
+        if text[begin : begin + 1] in ("{", "["):
             try:
                 _, place = _DECODER.raw_decode(text, begin)
             except (ValueError, RecursionError):
                 continue
-            parts.append(text[begin:place].replace("<", "\\u003c"))
+            hidden = f"\\u{ord(start[0]):04x}{start[1:]}"
+            parts.append(text[begin:place].replace("<", "\\u003c").replace(start, hidden))
     return "".join([*parts, text[place:]])
-
-
-def thoughts_of(text: str) -> str:
-    """Return the reasoning in a turn: the text before the last `</think>`, without the tags."""
-    end = thoughts_end(text)
-    if not end and after_thoughts(text):
-        return ""
-    thoughts = text[:end].rpartition("</")[0] if end else text
-    return thoughts.strip().removeprefix("<think>").strip()
-
-
-def after_thoughts(text: str) -> str:
-    """Return the part of a turn after the last `</think>`. Only calls in this part count."""
-    end = thoughts_end(text)
-    return "" if not end and text.lstrip().startswith("<think>") else text[end:]

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ class SlowToRun(Faults):
     """Whatever runs in a sandbox takes seconds longer: the run spends its time waiting, as a large one does, and not
     the processor of the tests that look at it."""
 
-    def choose(self, call: str, kinds: Sequence[str]) -> str:
-        return "slow" if call == "start" else super().choose(call, kinds)
+    def choose(self, call: str) -> str:
+        return "slow" if call == "start" else super().choose(call)
 
 
 @dataclass(frozen=True)

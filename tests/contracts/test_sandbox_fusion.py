@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 import os
@@ -93,21 +92,6 @@ def test_verl_scores_functions_through_the_service(url: str) -> None:
     assert score == 1.0
 
 
-@pytest.mark.usefixtures("namespaces")
-def test_the_package_reads_output_status_and_files(url: str) -> None:
-    data = base64.b64encode(b"\x00\x01 of the client").decode()
-    done = run_code(
-        url,
-        code="import sys\nb = open('in/a.bin', 'rb').read()\nopen('out.bin', 'wb').write(b[::-1])\nsys.exit(len(b))",
-        files={"in/a.bin": data},
-        fetch_files=["out.bin", "missing"],
-    )
-
-    assert done.status == fusion.RunStatus.Failed
-    assert (done.run_result.status.value, done.run_result.return_code) == ("Finished", 16)
-    assert {path: base64.b64decode(text) for path, text in done.files.items()} == {"out.bin": b"tneilc eht fo \x01\x00"}
-
-
 def test_a_program_that_takes_too_long_is_reported_as_such(url: str) -> None:
     done = run_code(url, code="print('so far', flush=True)\nwhile True: pass", run_timeout=2)
 
@@ -132,76 +116,28 @@ def test_verl_scores_programs_in_other_languages(url: str, key: str) -> None:
     assert (reasons[0]["compile_stderr"] or reasons[0]["stderr"]).strip()
 
 
-@pytest.mark.usefixtures("namespaces")
-def test_a_completion_in_another_language_is_compiled_once_for_its_tests(url: str) -> None:
-    text = f"```cpp\n{program('cpp')}\n```"
-    row = {"id": 1, "labels": {"programming_language": "cpp"}, **ROWS["CommonOJDataset"]}
-    config = fusion.TestConfig(dataset_type="CommonOJDataset", provided_data=row, run_timeout=10, compile_timeout=60)
-    result = fusion.submit(
-        fusion.SubmitRequest(dataset="mine", id=1, completion=text, config=config), endpoint=url, max_attempts=1
-    )
-
-    assert (result.accepted, len(result.tests)) == (True, 3), result
-
-
-ROWS: dict[str, dict[str, Any]] = {
-    "CommonOJDataset": {
-        "test": [{"input": {"stdin": i}, "output": {"stdout": o}} for i, o in zip(*TESTS.values(), strict=True)]
-    },
-    "MBPPDataset": {"test": ["assert f(1, 2) == 3", "assert f(-1, 1) == 0"], "labels": '{"test_setup_code": ""}'},
-    "HumanEvalDataset": {
-        "content": 'def f(a, b):\n    """Add."""\n',
-        "labels": {"entry_point": "f"},
-        "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n",
-    },
-}
-ANSWERS = {"CommonOJDataset": SUM, "MBPPDataset": "def f(a, b):\n    return a + b"}
-
-
-@pytest.mark.parametrize("kind", ROWS)
-@pytest.mark.parametrize("is_right", [True, False])
-def test_the_package_submits_completions_with_their_rows(url: str, kind: str, is_right: bool) -> None:
-    code = ANSWERS.get(kind, ANSWERS["MBPPDataset"])
-    text = f"```python\n{code if is_right else code.replace('+', '-')}\n```"
-    config = fusion.TestConfig(dataset_type=kind, provided_data={"id": 1, **ROWS[kind]})
-    asked = fusion.SubmitRequest(dataset="mine", id=1, completion=text, config=config)
-    result = fusion.submit(asked, endpoint=url, max_attempts=1)
-
-    assert (result.accepted, [test.passed for test in result.tests].count(True) > 0) == (is_right, is_right), result
-
-
 @pytest.mark.parametrize(
-    ("route", "body", "message"),
+    ("body", "message"),
     [
-        (
-            "run_code",
-            {"code": "1", "language": "cobol"},
-            "unknown language 'cobol': known are python, cpp, c, java",
-        ),
-        ("run_code", {"language": "python"}, "code: Field required"),
-        ("run_code", {"code": "1", "files": {"../x": ""}}, "'../x' must be relative"),
-        ("run_code", {"code": "1", "files": {"x": "!"}}, "'x' is not base64"),
-        ("run_code", {"code": "1", "run_timeout": -1}, "run_timeout: Input should be greater than 0"),
-        ("submit", {"completion": "", "dataset": "mbpp"}, "the service has no data sets"),
-        ("submit", {"completion": "", "config": {"provided_data": {"test": [1]}}}, "must be a struct"),
+        ({"code": "1", "language": "cobol"}, "unknown language 'cobol': known are python, cpp, c, java"),
+        ({"language": "python"}, "code: Field required"),
+        ({"code": "1", "files": {"x": ""}}, "files: Dictionary should have at most 0 items"),
+        ({"code": "1", "run_timeout": -1}, "run_timeout: Input should be greater than 0"),
     ],
 )
-def test_a_wrong_request_names_what_is_wrong(url: str, route: str, body: dict[str, Any], message: str) -> None:
-    answer = requests.post(f"{url}/{route}", json=body, timeout=60)
+def test_a_wrong_request_names_what_is_wrong(url: str, body: dict[str, Any], message: str) -> None:
+    answer = requests.post(f"{url}/run_code", json=body, timeout=60)
 
     assert (answer.status_code, answer.json()["status"]) == (400, "Failed")
     assert message in answer.json()["message"]
 
 
-@pytest.mark.parametrize("way", ["run_code", "submit", "mcp"])
+@pytest.mark.parametrize("way", ["run_code", "mcp"])
 def test_a_client_that_hangs_up_gives_its_sandbox_back(url: str, way: str) -> None:
     sleeping = "import time\ntime.sleep(50)"
-    row = {"test": [{"input": {"stdin": ""}, "output": {"stdout": ""}}]}
-    config = {"dataset_type": "CommonOJDataset", "provided_data": row, "run_timeout": 60}
     call = {"name": "run_code_once", "arguments": {"code": sleeping}}
     path, body = {
         "run_code": ("/run_code", {"code": sleeping, "run_timeout": 60}),
-        "submit": ("/submit", {"completion": f"```python\n{sleeping}\n```", "config": config}),
         "mcp": ("/mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call}),
     }[way]
     headers = {"Accept": "application/json, text/event-stream"}
@@ -228,7 +164,7 @@ async def test_a_client_that_hangs_up_within_its_request_is_no_error_of_the_serv
 ) -> None:
     async with serving(SandboxConfig(), key="") as address:
         host, _, port = address.removeprefix("http://").partition(":")
-        for route, sent in itertools.product(("/run_code", "/submit", "/mcp"), ("", "{")):
+        for route, sent in itertools.product(("/run_code", "/mcp"), ("", "{")):
             _, writer = await asyncio.open_connection(host, int(port))
             writer.write(f"POST {route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 9\r\n\r\n{sent}".encode())
             await writer.drain()

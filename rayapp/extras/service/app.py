@@ -1,7 +1,7 @@
 """The sandbox service (`rayapp sandbox serve`): gives other programs sandboxes of a pool, over MCP and HTTP.
 
 POST/GET/DELETE /mcp     streamable HTTP of MCP
-POST /run_code, /submit  SandboxFusion's protocol (`fusion.py`)
+POST /run_code           as SandboxFusion's (`fusion.py`)
 GET /health              the pool's metrics; the only route without a key
 
 Clients send their key in the header E2B-API-KEY or as a bearer token. `_Guard` checks the key, and limits the request's

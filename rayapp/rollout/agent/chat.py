@@ -28,10 +28,6 @@ _QUESTION: Message = {"role": "user", "content": "Question"}
 _ANSWER: Message = {"role": "assistant", "content": _STAND_IN}
 _WORD, _NO_WORD = re.compile(r"\w"), re.compile(r"[^\w\s\u2581]")
 _RESULTS = ("result-of-the-first-call", "result-of-the-second-call")
-_THOUGHT = "<think>\nStand-in-for-a-thought\n</think>\n\n"
-_BLANKS = "\n\n Answer \n"
-# Arguments as a policy may write them: without blanks, with a letter that is not ASCII.
-_ARGUMENTS = '{"place":"Zürich","days":1.0}'
 # Limits of frames in the cache, of messages of a frame, and of characters of its names and ids, for hostile agents.
 _MOST_FRAMES, _MOST_FRAMED, _MOST_KEY_CHARS = 256, 64, 4096
 _FRAMED = {"role", "name", "content", "tool_call_id"}
@@ -151,25 +147,6 @@ class ChatFormat:
         if isinstance(data, Mapping):
             return {self.harmless(key): self.harmless(value) for key, value in data.items()}
         return [self.harmless(each) for each in data] if isinstance(data, list | tuple) else data
-
-    def rewritten(self) -> list[str]:
-        """Describe the parts of a turn that the template changes or leaves out once other messages follow."""
-        parts = {
-            "thoughts before a user's message": (_THOUGHT, [_assistant(f"{_THOUGHT}Answer"), _QUESTION]),
-            "thoughts before a tool's result": (
-                _THOUGHT,
-                [_assistant(_THOUGHT, _CALL), *_results(["result"], ["look"])],
-            ),
-            "arguments of calls": (_ARGUMENTS, [_assistant("", _CALL), *_results(["result"], ["look"])]),
-            "blanks around an answer": (_BLANKS, [_assistant(_BLANKS), _QUESTION]),
-        }
-        return [part for part, (text, later) in parts.items() if self._loses(text, later)]
-
-    def _loses(self, text: str, later: Sequence[Message]) -> bool:
-        try:
-            return text not in self.render([_QUESTION, *later])
-        except ConfigError:
-            return False  # the template has no such messages
 
     def sample_call(self) -> SampleCall | None:
         """Return an example call of one of the tools, as the template writes it; None if it writes none."""
@@ -357,13 +334,6 @@ def _call_id(index: int) -> str:
 
 def _call(name: str, arguments: object, index: int = 0) -> Message:
     return {"id": _call_id(index), "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-_CALL = _call("look", json.loads(_ARGUMENTS))
-
-
-def _assistant(content: str, *calls: Message) -> Message:
-    return {"role": "assistant", "content": content} | ({"tool_calls": list(calls)} if calls else {})
 
 
 def _sample_arguments(tool: ToolSchema) -> dict[str, object]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayapp.core.errors import InputError
-from rayapp.core.syntax import spoken
+from rayapp.core.syntax import parted, spoken
 from rayapp.core.types import CallRecord, Completion, Media, RequestId
 from rayapp.rollout.agent.calls import read_turn
 from rayapp.rollout.agent.text import readable
@@ -21,7 +21,7 @@ from rayapp.rollout.recorder import Keys, Recorder
 from rayapp.storage.media import MOST_PICTURES
 from rayapp.storage.models.pictures import PictureProcessor
 from rayapp.tasks.data.pictures import placed
-from rayapp.tools.base import RawCall, after_thoughts, thoughts_of
+from rayapp.tools.base import RawCall
 
 MAX_RECORDED_CHARS = 16_384  # of a tool's result, in the record of a call; the policy reads all of it
 
@@ -59,10 +59,9 @@ async def choice_of(
     record = tree.turns[turn.number]
     text, stopped_by = _before_stop(turn.text, ask.stop)
     if text_start is None or text_start > len(text):
-        text = spoken(text, prompt_end)
-        said, thoughts = after_thoughts(text), thoughts_of(text)
+        thoughts, said = parted(spoken(text, prompt_end))
     else:
-        said, thoughts = text[text_start:], thoughts_of(text[:text_start])
+        said, thoughts = text[text_start:], parted(text[:text_start])[0]
     name = str(request_id._replace(turn=turn.number))
     calls, said, raw = await _calls(ask, chat_format, readable(said), name)
     _note_calls(tree, turn.number, raw, 1 if raw and not ask.several_calls else len(raw))

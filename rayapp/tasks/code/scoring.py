@@ -83,17 +83,6 @@ class CodeProblem:
             verdict = Reward.invalid(error.kind, str(error))
         return replace(verdict, time_score_s=time.monotonic() - started)
 
-    async def each_test(self, final_text: str, sandboxes: SandboxSource) -> list[tuple[str, float]]:
-        """Run every test on an answer. Return for each the reason of failure (empty if it passed), and the seconds."""
-        tests = await self.tests()
-        candidate = await self._candidate(final_text, tests, "")
-        if candidate.screened.status:
-            return [(candidate.screened.detail, 0.0) for _ in tests.tests]
-        async with sandboxes.lease(self._spec(tests), timeout_s=LEASE_TIMEOUT_S) as sandbox:
-            if problem := await candidate.compile(sandbox):
-                return [(problem, 0.0) for _ in tests.tests]
-            return [await candidate.run(test, sandbox, self.rules.test_timeout_s) for test in tests.tests]
-
     def _spec(self, tests: CodeTests) -> SandboxSpec:
         return spec_of(tests.language, self.rules.memory_mib)
 

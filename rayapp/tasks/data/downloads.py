@@ -12,6 +12,8 @@ import csv
 import gzip
 import io
 import json
+import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,10 +28,17 @@ from rayapp.tasks.data.data_row import parse_messages
 from rayapp.tasks.data.pictures import COLUMNS as PICTURES
 from rayapp.tasks.data.pictures import as_marks, as_stored, listed, with_parts
 
+_log = logging.getLogger(__name__)
 PROMPT_NAMES = ("prompt", "question", "problem", "instruction", "input", "query")
 ANSWER_NAMES = ("answer", "ground_truth", "solution", "label", "target", "output", "completion")
 MAX_PROMPT_CHARS = 500_000  # a longer one is a fault of the file: few models read so many tokens
 _TAKEN = frozenset({"split", "index", "tools_kwargs", "need_tools_kwargs", "interaction_kwargs"})
+
+
+class AsJson(str):
+    """JSON text of a value in a column of mixed types."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +51,17 @@ class OwnColumns:
     has_answers: bool = True  # False if the reward needs no ground truth
     system: str = ""  # for prompts without a system message
 
-    def __call__(self, example: Mapping[str, Any], index: int, split: str, data_source: str) -> dict[str, Any]:
+    def __call__(self, given: Mapping[str, Any], index: int, split: str, data_source: str) -> dict[str, Any]:
         """Return one row. All other columns go to `extra_info`, for reward functions."""
-        if {"data_source", "reward_model", "prompt"} <= example.keys():
+        if {"data_source", "reward_model", "prompt"} <= given.keys():
             raise InputError("the row is in verl's schema already. Don't convert the file: name it in `tasks`")
+        example = {name: json.loads(each) if isinstance(each, AsJson) else each for name, each in given.items()}
         prompt = self._name(example, self.prompt, PROMPT_NAMES, "--prompt-column")
         answer = self._name(example, self.answer, ANSWER_NAMES, "--answer-column") if self.has_answers else ""
         truth = _truth(example[answer]) if answer else ""
         if answer and data_source in CODE_SOURCES:
             truth = _tests(truth)
-        others = {key: value for key, value in example.items() if key not in {prompt, answer, *_TAKEN, *PICTURES}}
+        others = {key: value for key, value in given.items() if key not in {prompt, answer, *_TAKEN, *PICTURES}}
         pictures = [as_stored(each) for each in listed(example)]
         return {
             "data_source": data_source,
@@ -76,7 +86,7 @@ class OwnColumns:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else parse_messages(value, where)
         whole = as_marks(with_parts(messages, num_pictures))
         found = [{"role": str(one["role"]), "content": str(one["content"])} for one in whole]
-        if not any(one["content"].strip() for one in found):
+        if not any(each.isprintable() and not each.isspace() for one in found for each in one["content"]):
             raise InputError(f"{where} is empty")
         if (size := sum(len(one["content"]) for one in found)) > MAX_PROMPT_CHARS:
             raise InputError(f"{where} has {size:,} characters, more than the maximum of {MAX_PROMPT_CHARS:,}")
@@ -89,7 +99,8 @@ def _truth(value: Any) -> str:
     # In TRL an answer may be a list of messages; the last one counts.
     if isinstance(value, list) and value and isinstance(value[-1], Mapping) and "content" in value[-1]:
         value = value[-1]["content"]
-    if not isinstance(value, str | int | float) or isinstance(value, bool):
+    is_empty = (isinstance(value, float) and not math.isfinite(value)) or not str(value).strip()
+    if is_empty or not isinstance(value, str | int | float) or isinstance(value, bool):
         raise InputError(f"the answer must be a text or a number, not {value!r:.60}")
     return str(value)
 
@@ -124,7 +135,9 @@ class Examples:
 
 
 SPLITS = ("train", "test")
-_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".gz": "json", ".csv": "csv"}
+_LOADERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json", ".gz": "json", ".csv": "csv",
+            ".tsv": "csv"}  # fmt: skip
+_SHARD = re.compile(r"-\d+-of-\d+\.parquet")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -166,21 +179,27 @@ def _load_hub(source: str, configuration: str | None, revision: str) -> Mapping[
     from datasets import load_dataset
 
     loaded: Mapping[str, Any] = load_dataset(source, configuration, revision=revision or None)
+    return _known(loaded)
+
+
+def _known(loaded: Mapping[str, Any]) -> Mapping[str, Any]:
+    if others := [name for name in loaded if name not in SPLITS]:
+        _log.warning("splits that are left out, because only %s are read: %s", ", ".join(SPLITS), ", ".join(others))
     return {name: loaded[name] for name in SPLITS if name in loaded}
 
 
 def _load_local(path: Path, file_split: str, cache: Path) -> Mapping[str, Any]:
     if path.is_file():
-        return {file_split: _load_file(path, cache)}
+        return {file_split: _load_files([path], cache)}
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         return _load_saved(path)
-    files = {name: file for name in SPLITS for file in sorted(path.glob(f"{name}*")) if file.suffix in _LOADERS}
-    if not files:
+    files = {name: [each for each in sorted(path.glob(f"{name}*")) if each.suffix in _LOADERS] for name in SPLITS}
+    if not any(files.values()):
         raise InputError(
             f"source folder {path} has no file train* or test* that ends in {', '.join(_LOADERS)}, and was not written "
             "by save_to_disk of the package datasets"
         )
-    return {name: _load_file(file, cache) for name, file in files.items()}
+    return {name: _load_files(found, cache) for name, found in files.items() if found}
 
 
 def _load_saved(path: Path) -> Mapping[str, Any]:
@@ -189,21 +208,27 @@ def _load_saved(path: Path) -> Mapping[str, Any]:
     loaded = load_from_disk(str(path))
     if isinstance(loaded, Dataset):
         return {"train": loaded}
-    return {name: loaded[name] for name in SPLITS if name in loaded}
+    return _known(loaded)
 
 
-def _load_file(path: Path, cache: Path) -> Any:
+def _load_files(paths: Sequence[Path], cache: Path) -> Any:
+    """Return the rows of one file, or of the shards of a parquet file."""
     from datasets import load_dataset
 
+    path, *others = paths
+    if others and not all(_SHARD.search(each.name) for each in paths):
+        names = ", ".join(each.name for each in paths)
+        raise InputError(f"source folder {path.parent} has several files for one split: {names}. Leave one there")
     if path.suffix not in _LOADERS:
         raise InputError(f"source {path}: the file's name must end in one of {', '.join(_LOADERS)}")
     if _LOADERS[path.suffix] == "parquet":
-        return load_dataset("parquet", data_files=str(path), split="train", cache_dir=str(cache))
+        return load_dataset("parquet", data_files=list(map(str, paths)), split="train", cache_dir=str(cache))
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     # A byte that is not UTF-8 becomes half of a surrogate pair, which no row may have.
     text = data.decode("utf-16", "surrogatepass") if is_utf16 else data.decode("utf-8-sig", "surrogateescape")
-    return _in_columns(*(_csv_rows(text) if path.suffix == ".csv" else _json_rows(text)))
+    kind = _LOADERS.get(Path(path.name.removesuffix(".gz")).suffix)
+    return _in_columns(*(_csv_rows(text) if kind == "csv" else _json_rows(text)))
 
 
 _ITEM = re.compile(r"[^\s,\]]")
@@ -329,7 +354,7 @@ def _in_columns(rows: Mapping[int, Mapping[str, Any]], bad: Sequence[tuple[int, 
             if {type(each) for each in values} >= {int, float}:  # Arrow would write the answer 4 as 4.0
                 raise OverflowError
         except (pa.ArrowException, OverflowError):
-            columns[name] = [each if isinstance(each, str | None) else json.dumps(each) for each in values]
+            columns[name] = [each if isinstance(each, str | None) else AsJson(json.dumps(each)) for each in values]
     found = [{name: column[i] for name, column in columns.items()} for i in range(len(rows))]
     return Examples(rows=found, lines=list(rows), bad=tuple(bad))
 

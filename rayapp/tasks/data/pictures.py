@@ -65,7 +65,7 @@ def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message,
         return tuple(messages)
     parted = [{**each, "content": _parts(each.get("content", ""), marks=num_pictures > 0)} for each in messages]
     if not any(part == IMAGE_PART for each in parted for part in each["content"]):
-        user = next((each for each in parted if each["role"] == "user"), parted[0])
+        user = next((each for each in parted if each.get("role") == "user"), parted[0])
         user["content"] = [IMAGE_PART] * num_pictures + user["content"]
     if (num := sum(part == IMAGE_PART for each in parted for part in each["content"])) != num_pictures:
         raise InputError(f"the messages have {num} places for pictures ({MARK}), but the row has {num_pictures}")

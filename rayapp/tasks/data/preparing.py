@@ -13,6 +13,7 @@ import logging
 import os
 import random
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -174,8 +175,12 @@ def _with_test_split(examples: Examples, mapper: Mapper, ratio: float) -> dict[s
 
 
 def _prompt_key(row: Row) -> str:
-    prompt = [{**message, "content": str(message["content"]).split()} for message in row["prompt"]]
-    return json.dumps(prompt, sort_keys=True, default=str)
+    # Blanks, letters' case and width make no other prompt; other pictures do.
+    prompt = [
+        {**message, "content": unicodedata.normalize("NFKC", str(message["content"])).casefold().split()}
+        for message in row["prompt"]
+    ]
+    return json.dumps([prompt, row.get("images")], sort_keys=True, default=str)
 
 
 def _noting_repeats(

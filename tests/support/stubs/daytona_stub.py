@@ -21,8 +21,6 @@ from support.stubs.server import Handler, StubServer
 API_KEY = "dtn_0000000000000000000000000000000000000000"
 SNAPSHOT = "small"
 """The only one that exists, besides the default."""
-_CONTROL = ("drop", "lost", "429", "500", "502", "503", "hang", "garbage", "slow")
-_DATA = ("drop", "502", "hang", "garbage", "die", "slow")
 _TIMEOUT_CLOSE = 4008
 
 
@@ -48,13 +46,13 @@ class DaytonaStub(StubServer):
             ("POST", "/api/sandbox/{id}/ttl/{minutes}", "extend", self._ttl),
             ("POST", "/api/sandbox/{id}/last-activity", "activity", self._accepted),
         ):
-            self.app.router.add_route(method, path, self.wrap(call, _CONTROL, self._with_key(handler)))
+            self.app.router.add_route(method, path, self.wrap(call, self._with_key(handler)))
         for method, path, call, handler in (
             ("POST", "/toolbox/{id}/process/execute", "execute", self._execute),
             ("POST", "/toolbox/{id}/files/bulk-upload", "write", self._upload),
             ("GET", "/toolbox/{id}/process/interpreter/execute", "session", self._session),
         ):
-            self.app.router.add_route(method, path, self.wrap(call, _DATA, self._with_key(handler)))
+            self.app.router.add_route(method, path, self.wrap(call, self._with_key(handler)))
 
     def fail(self, request: web.Request, status: int, message: str, **headers: str) -> web.Response:
         body = {"statusCode": status, "message": message, "error": message, "path": request.path, "method": "x"}

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from support.stubs.boxes import Box
 from support.stubs.e2b_stub_ports import Ports
-from support.stubs.faults import CONTROL_FAULTS, DATA_FAULTS, Faults
+from support.stubs.faults import Faults
 from support.stubs.server import Handler, StubServer
 
 API_KEY = "e2b_0000000000000000000000000000000000000000"
@@ -63,7 +63,7 @@ class E2BStub(StubServer):
             ("DELETE", one, "kill", self._kill),
             ("POST", f"{one}/timeout", "extend", self._timeout),
         ):
-            self.app.router.add_route(method, path, self.wrap(call, CONTROL_FAULTS, self._with_key(handler)))
+            self.app.router.add_route(method, path, self.wrap(call, self._with_key(handler)))
 
     def _add_port_routes(self) -> None:
         for method, path, call, handler in (
@@ -73,7 +73,7 @@ class E2BStub(StubServer):
             ("POST", "/process.Process/Start", "start", self._ports.start),
             ("POST", "/execute", "execute", self._ports.execute),
         ):
-            wrapped = self.wrap(call, DATA_FAULTS, self._ports.in_box(handler))
+            wrapped = self.wrap(call, self._ports.in_box(handler))
             self.app.router.add_route(method, path, wrapped)
             self.app.router.add_route(method, f"/kruise/{{id}}/{{port}}{path}", wrapped)
 

@@ -1,4 +1,4 @@
-"""Faults of a stub server: chosen for one call, or drawn for a share of all calls, repeatably.
+"""Faults of a stub server, chosen for one call.
 
 drop       the connection closes before anything was done
 lost       it was done, and the connection closes without an answer
@@ -12,31 +12,22 @@ slow       the answer comes late, but comes
 
 from __future__ import annotations
 
-import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
-
-CONTROL_FAULTS = ("drop", "lost", "429", "500", "502", "503", "hang", "garbage", "slow")
-DATA_FAULTS = ("drop", "502", "hang", "garbage", "die", "cut", "slow")
 
 
 class Faults:
     """Chooses the fault of a call, if any.
 
     Args:
-        share: share of calls that fail at random.
-        seed: seed of the random choice.
         hang_s: how long a call that hangs keeps its connection.
         slow_s: how late a slow answer is.
     """
 
-    def __init__(self, *, share: float = 0.0, seed: int = 0, hang_s: float = 60.0, slow_s: float = 0.3) -> None:
-        self.share = share
+    def __init__(self, *, hang_s: float = 60.0, slow_s: float = 0.3) -> None:
         self.hang_s = hang_s
         self.slow_s = slow_s
         self.retry_after_s = 1
         self.injected: Counter[str] = Counter()
-        self._rng = random.Random(seed)
         self._told: defaultdict[str, deque[str]] = defaultdict(deque)
 
     def next(self, call: str, *faults: str) -> None:
@@ -44,13 +35,10 @@ class Faults:
         other."""
         self._told[call].extend(faults)
 
-    def choose(self, call: str, kinds: Sequence[str]) -> str:
+    def choose(self, call: str) -> str:
         """Return the fault of this call; empty for none."""
-        if self._told[call]:
-            fault = self._told[call].popleft()
-        elif self.share and self._rng.random() < self.share:
-            fault = self._rng.choice(kinds)
-        else:
+        if not self._told[call]:
             return ""
+        fault = self._told[call].popleft()
         self.injected[f"{call}:{fault}"] += 1
         return fault

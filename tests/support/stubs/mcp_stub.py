@@ -25,8 +25,6 @@ from support.stubs.faults import Faults
 from support.stubs.kernel import Kernel
 
 API_KEY, TEMPLATE = "key-of-the-stub", "code-interpreter"
-_FAULTS = ("500", "hang", "die", "slow")
-_HTTP_FAULTS = ("429", "500", "502", "503", "hang", "garbage", "cut", "lost-session")
 
 
 class McpStub:
@@ -94,7 +92,7 @@ class McpStub:
     async def _enter(self, ctx: Context[Any, Any], tool: str) -> Mapping[str, str]:
         headers = {key.lower(): value for key, value in (ctx.headers or {}).items()}
         self.headers.append(headers)
-        fault = self.faults.choose(tool, _FAULTS)
+        fault = self.faults.choose(tool)
         if fault == "500":
             raise ToolError("sandbox execution failed: injected")
         if fault == "hang":
@@ -157,7 +155,7 @@ class _Door:
             await refusal(scope, receive, send)
             return
         is_call = request.method == "POST" and "mcp-session-id" in request.headers
-        fault = self._faults.choose("post", _HTTP_FAULTS) if is_call else ""
+        fault = self._faults.choose("post") if is_call else ""
         if (answer := await self._failed(fault)) is not None:
             await answer(scope, receive, send)
             return

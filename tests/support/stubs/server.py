@@ -30,12 +30,12 @@ class StubServer:
         """Return an error answer in this service's form."""
         return web.json_response({"code": status, "message": message}, status=status, headers=headers)
 
-    def wrap(self, call: str, kinds: tuple[str, ...], handler: Handler) -> Handler:
+    def wrap(self, call: str, handler: Handler) -> Handler:
         """Return a handler that fails as `faults` chooses."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             self.requests = [*self.requests[-999:], f"{request.method} {request.path}"]
-            fault = self.faults.choose(call, kinds)
+            fault = self.faults.choose(call)
             if fault == "drop":
                 return self._hang_up(request)
             if fault == "hang":

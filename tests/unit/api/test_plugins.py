@@ -1,4 +1,4 @@
-"""A wheel installed beside rayapp is found by name, listed and checked; a broken plug-in affects only its users."""
+"""A wheel installed beside rayapp is found by name and listed; a broken plug-in affects only its users."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from rayapp.core.names import is_plugin, load_plugin
 from rayapp.runs.folder import RunFolder
 from rayapp.runs.tracking.trackers import make_trackers
 from rayapp.sandbox.providers import remote_providers
-from rayapp.testing.plugins import check_estimator, check_loss, check_plugin
 
 SOURCE = Path(__file__).parents[2] / "data" / "plugin"
 METADATA = "Metadata-Version: 2.1\nName: pack-of-plugins\nVersion: 1.2\n"
@@ -83,13 +82,7 @@ def test_a_tracker_of_a_plug_in_gets_every_step(tmp_path: Path) -> None:
     assert (tmp_path / "r" / "lines.txt").read_text() == "1\n2\n"
 
 
-def test_all_keep_the_contract_of_their_kind_and_doctor_names_a_broken_one() -> None:
-    found = {each.name: each for each in mechanism.plugins()}
-    assert found.keys() >= {"lines", "reinforce", "plain", "mine", "broken"}
-    for name, plugin in found.items():
-        if name != "broken":
-            check_plugin(plugin)
-
+def test_doctor_lists_all_and_names_a_broken_one() -> None:
     told = {finding.detail: finding.level for finding in _plugins()}
 
     assert told["reinforce of pack-of-plugins 1.2 (losses)"] == "ok"
@@ -105,12 +98,3 @@ def test_a_name_that_nobody_has_is_told_with_the_nearest() -> None:
     assert not is_plugin("losses", "vanilla"), "it ships"
     with pytest.raises(ConfigError, match="plug-in 'x': no installed package"):
         load_plugin("losses", "x")
-
-
-def test_what_does_not_keep_a_contract_is_told() -> None:
-    with pytest.raises(AssertionError, match="a loss must be a function"):
-        check_loss(4)
-    with pytest.raises(AssertionError, match="a loss must take the arguments old_log_prob"):
-        check_loss(lambda log_prob, advantages, response_mask: log_prob)
-    with pytest.raises(AssertionError, match="not sampled must have advantage 0"):
-        check_estimator(lambda response_mask, **_: (response_mask + 1, response_mask))

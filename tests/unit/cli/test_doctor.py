@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rayapp.cli.doctor import _compiler_is_there, fitness
-from rayapp.cli.machine import Finding, machine, metrics_port
+from rayapp.cli.machine import Finding, machine
 from rayapp.config.config import Config
 from rayapp.learner.memory.host import plan_host
 from rayapp.learner.memory.shape import model_shape
@@ -50,18 +49,6 @@ def test_machine_names_what_it_has_without_any_secret(monkeypatch: pytest.Monkey
     assert {"Python", "torch", "vLLM", "processor", "GPUs", "memory", "/dev/shm", "disk"} <= set(findings)
     assert "E2B_API_KEY" in findings["keys"].detail
     assert not [finding for finding in findings.values() if "secret-value" in finding.detail + finding.cure]
-
-
-def test_a_metrics_port_that_is_taken_is_found_with_another() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        found = metrics_port(port)
-
-    assert (found.level, found.detail) == ("note", f"{port} is taken, by a running Ray or by another program")
-    assert found.cure.startswith(f"ray start --head --metrics-export-port={port + 1}")
-    assert metrics_port(port).level == "ok"
 
 
 def test_colocated_servers_need_no_gpus_beside_those_of_the_learners(
@@ -205,25 +192,6 @@ def test_what_train_refuses_before_it_starts_is_found(
     assert "rollout.max_prompt_tokens is 2" in told(
         tasks=letter_tasks, rollout={"max_prompt_tokens": 2, "max_completion_tokens": 9}
     )
-
-
-def test_parts_of_earlier_turns_that_the_template_rewrites_are_told_for_external_agents(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    pq.write_table(pa.Table.from_pylist([ROW]), tmp_path / "a.parquet")
-    agent = {"name": "external_agent", "external": {"command": ["sh"]}, "chat_template": "chatml_hermes"}
-    found = fitness(
-        Config.model_validate(
-            {
-                "model": {"path": str(tiny_model)}, "cluster": {"device": "cpu"}, "agent": agent,
-                "tasks": [str(tmp_path / "a.parquet")],
-            }
-        )
-    )  # fmt: skip
-
-    (history,) = [finding for finding in found if finding.what == "history"]
-    assert history.level == "note"
-    assert "arguments of calls" in history.detail
 
 
 def test_a_judge_that_is_not_there_or_has_no_key_is_found_before_money_is_spent(model: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from rayapp.cli.arguments import told_while_silent
 from rayapp.cli.main import COMMANDS, app, load_command, run
 from rayapp.core.errors import ConfigError, LearnerError
 
@@ -200,3 +202,13 @@ def test_a_command_that_is_terminated_gives_back_what_it_has_leased(arguments: l
     assert process.wait(timeout=30) == 130
     assert (tmp_path / "cleaned").exists()
     process.stdout.close()
+
+
+def test_a_silent_check_tells_where_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("rayapp.cli.arguments.SILENCE_S", 0.05)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+
+    with told_while_silent():
+        exec("sleep(0.5)", {"__name__": "rayapp.slow", "sleep": time.sleep})
+
+    assert "0 s in rayapp.slow, <module> …" in capsys.readouterr().err

@@ -87,3 +87,10 @@ def test_a_second_node_joins_with_its_address_towards_the_head(tmp_path: Path) -
 
     assert "--node-ip-address=10.77.0.11" in said
     assert "172.17" not in said
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_there_are(tmp_path: Path) -> None:
+    said = started(tmp_path, RAYAPP_INTERFACE="ib9")
+
+    assert "RAYAPP_INTERFACE is ib9, but the interfaces with an IPv4 address are lo, docker0, eth0, ib0" in said
+    assert "Traceback" not in said

@@ -200,24 +200,3 @@ def test_unknown_template_is_refused_with_those_there_are(tmp_path: Path) -> Non
     assert load_template(str(tmp_path / "own.jinja")) == "{{ messages }}"
     with pytest.raises(ConfigError, match=r"No such file.*chatml_hermes"):
         load_template("nonesuch")
-
-
-TRIMS = CHATML.replace("message.content }}", "message.content | trim }}").replace(
-    "<|im_end|>",
-    "{% if message.tool_calls %}{{ message.tool_calls[0].function.arguments | tojson(separators=(',', ':')) }}"
-    "{% endif %}<|im_end|>",
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "rewritten"),
-    [
-        (CHATML, ["arguments of calls"]),
-        (FORGETS, ["thoughts before a user's message", "thoughts before a tool's result", "arguments of calls"]),
-        (TRIMS, ["thoughts before a tool's result", "blanks around an answer"]),
-    ],
-)
-def test_a_template_is_asked_which_parts_of_a_turn_it_writes_otherwise_later(
-    chat_tokenizer: Any, template: str, rewritten: list[str]
-) -> None:
-    assert ChatFormat(chat_tokenizer, template=template).rewritten() == rewritten

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -273,6 +274,13 @@ DIRTY = {
     b"[1, 2]": "not an object",
     b'{"prompt": "\\ud83d?", "answer": 1}': "half of a surrogate pair",
     b'{"prompt": "a\x00?", "answer": 1}': "not JSON",
+    b'{"prompt": "a?", "answer": NaN}': "not nan",
+    b'{"prompt": "a?", "answer": "  "}': "not '  '",
+    b'{"prompt": "a?", "answer": ["x"]}': "not ['x']",
+    b'{"prompt": "a?", "answer": true}': "not True",
+    b'{"prompt": [], "answer": 1}': "not []",
+    b'{"prompt": 5, "answer": 1}': "not 5",
+    '{"prompt": " \u00a0\u200b", "answer": 1}'.encode(): "column prompt is empty",
     b'{"prompt": "' + b"x" * 600_000 + b'", "answer": 1}': "600,000 characters, more than the maximum",
 }
 
@@ -283,11 +291,11 @@ async def test_real_data_is_converted_without_its_bad_lines_which_have_numbers(t
     (tmp_path / "mine.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines) + b"\r\n")
     job = Preparation(name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns())
 
-    (report,) = await prepare(replace(job, max_bad_ratio=0.2))
+    (report,) = await prepare(replace(job, max_bad_ratio=0.3))
 
     assert report.num_written == 50
     found = sorted(report.bad, key=lambda each: int(each.split()[1].strip(":")))
-    assert [each.partition(":")[0] for each in found] == [f"line {number}" for number in range(10, 17)]
+    assert [each.partition(":")[0] for each in found] == [f"line {number}" for number in range(10, 10 + len(DIRTY))]
     assert all(why in told for why, told in zip(DIRTY.values(), found, strict=True)), found
 
 
@@ -353,17 +361,51 @@ async def test_a_table_of_text_loses_only_its_bad_lines(tmp_path: Path) -> None:
     assert read(tmp_path / "out" / "train.parquet")[-1]["prompt"][0]["content"] == "Two\nlines?"
 
 
+async def test_a_prompt_is_a_text_or_messages_also_beside_others(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2?"}]
+    write_jsonl(tmp_path / "mine.jsonl", [{"prompt": "1?", "answer": 1}, {"prompt": messages, "answer": "2"}])
+    job = Preparation(name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns())
+
+    await prepare(job)
+
+    assert [len(row["prompt"]) for row in read(tmp_path / "out" / "train.parquet")] == [1, 2]
+    assert read(tmp_path / "out" / "train.parquet")[1]["prompt"] == messages
+
+
+async def test_all_shards_of_a_split_are_read_and_what_is_not_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "mine").mkdir()
+    for shard in range(2):
+        rows = [{"prompt": f"{shard} + {n}?", "answer": shard + n} for n in range(3)]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mine" / f"train-0000{shard}-of-00002.parquet")
+    job = Preparation(name="own", source=str(tmp_path / "mine"), out=str(tmp_path / "out"), own=OwnColumns())
+
+    (report,) = await prepare(job)
+    assert report.num_written == 6
+    datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name in ("train", "validation")}).save_to_disk(
+        str(tmp_path / "saved")
+    )
+    await prepare(replace(job, source=str(tmp_path / "saved"), overwrite=True))
+    assert "splits that are left out, because only train, test are read: validation" in caplog.text
+    write_jsonl(tmp_path / "mine" / "train.jsonl", rows)
+    with pytest.raises(InputError, match=r"several files for one split: train-00000-of-.*, train\.jsonl. Leave one"):
+        await prepare(job)
+
+
 async def test_rows_with_the_same_prompt_are_in_one_split_and_reported(tmp_path: Path) -> None:
-    blanks = ("What is {}?", " What  is {}?\u00a0", "What\nis\t{}?\n")
+    blanks = ("What is {}?", " WHAT  is {}?\u00a0", "What\nis\t{}\uff1f\n")
     rows = [{"prompt": blanks[n // 20].format(n % 20), "answer": n} for n in range(60)]
     write_jsonl(tmp_path / "mine.jsonl", rows)
     job = Preparation(name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns())
 
     reports = await prepare(replace(job, test_ratio=0.2))
 
-    prompts = [{" ".join(row["prompt"][0]["content"].split()) for row in read(tmp_path / "out" / f"{split}.parquet")}
-               for split in ("train", "test")]  # fmt: skip
-    assert prompts[0] & prompts[1] == set()
+    def asked(split: str) -> set[int]:
+        rows = read(tmp_path / "out" / f"{split}.parquet")
+        return {int("".join(filter(str.isdigit, row["prompt"][0]["content"]))) for row in rows}
+
+    assert asked("train") & asked("test") == set()
     assert [report.num_written for report in reports] == [48, 12]
     assert sum(len(report.repeats) for report in reports) == 40
     assert reports[0].repeats[0].startswith("train line ")

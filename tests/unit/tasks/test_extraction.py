@@ -112,7 +112,7 @@ def test_a_long_text_without_code_is_read_in_linear_time(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["<think>", '"<think>', '"</a', "</think>", "<", '"0": 0, ', "```json\n", "<thinking></think>"]
+    "piece", ["<think>", '"<think>', '"</a', "</think>", "<", '"0": 0, ', "```json\n", "<thinking></think>", "<|", "< "]
 )
 def test_thoughts_are_found_in_linear_time(piece: str) -> None:
     with takes_at_most_s(0.5):
@@ -152,6 +152,8 @@ IN_STRINGS = [
     "def f(x):\n    s = '''\n```\ncode\n```\n'''\n    return s\n",
     'def f(x):\n    return """\n```\n"""\n',
     'def f(x):\n    """\n~~~\n"""\n    a = """\n```\n```\n"""\n    return a\n',
+    "def f(x):\n    # As in ```\n    return x\n",
+    'def f(x):\n    """Return x, e.g. ```python\n    f(1)\n    ```"""\n    return x\n',
 ]
 
 
@@ -199,12 +201,13 @@ def test_the_language_of_a_block_is_read_in_many_forms(info: str, is_python: boo
 
 
 @pytest.mark.parametrize("text", ["{}    ```\nThat's it.", "{}  ```", "<answer>\n```python\n{}```\n</answer>",
-                                  "> ```python\n> def f(x):\n>     return 1\n> ```"])  # fmt: skip
+                                  "> ```python\n> def f(x):\n>     return 1\n> ```",
+                                  "<answer>\nHere it is:\n{}\nIt adds.\n</answer>"])  # fmt: skip
 def test_a_function_is_found_in_blocks_of_many_forms(text: str) -> None:
     source = "def f(x):\n    return 1\n"
     text = text.format(source) if text[0] in "<>" else f"```python\n{text.format(source)}"
 
-    assert extract_code(text, "f") == source
+    assert extract_code(text, "f") == extract_module(text, "f") == source
 
 
 @pytest.mark.parametrize(
@@ -238,8 +241,8 @@ def test_a_program_may_lack_the_fence_that_opens_or_closes_it(text: str) -> None
 
 
 @pytest.mark.parametrize("text", ["{}\n```", "{}\n```\nDone.", "Here:\n```\n{}", "```cpp\n{}\n```",
-                                  "```cpp17\n{}```", "```text\n{}\n```", "```\n{}\n```\nOutput:\n```\n42\n```",
-                                  "<answer>\n{}\n</answer>"])  # fmt: skip
+                                  "```cpp17\n{}```", "```text\n{}\n```",
+                                  "```\n{}\n```\nOutput:\n```\n42\n```"])  # fmt: skip
 def test_a_program_of_another_language_is_found_in_many_forms(text: str) -> None:
     source = "int main() { return 0; }"
 
@@ -263,6 +266,39 @@ def test_a_draft_in_a_thought_is_no_answer(text: str) -> None:
     assert extract_module(text, "f") is None
     assert "def f" not in (extract_program(text) or "")
     assert "def f" not in marked_block(text, frozenset({"cpp"}))
+
+
+TAGS = [
+    "<THINK> </THINK>", "<thoughts> </thoughts>", "<scratchpad> </scratchpad>", "<reflection> </reflection>",
+    "<analysis> </analysis>", "<antThinking> </antThinking>", "<longcat_think> </longcat_think>",
+    "<mm:think> </mm:think>", "<ifm|think> </ifm|think>", "<think_fast> </think_fast>", "<think:v2> </think:v2>",
+    "<|think|> <|/think|>", "<|begin_of_thought|> <|end_of_thought|>", "<|START_THINKING|> <|END_THINKING|>",
+    "<think_start> <think_end>", "<start_working_out> <end_working_out>", "<|inner_prefix|> <|inner_suffix|>",
+    "<unused94> <unused95>", "<|content_thinking|> <|content_text|>", "<|channel>thought <channel|>",
+    "<|open|>think<|sep|> <|close|>think<|sep|>", "<|channel|>analysis<|message|> <|end|><|start|>assistant",
+    "◁think▷ ◁/think▷", "[think] [/think]", "[THINKING] [/THINKING]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tags", TAGS)
+def test_a_draft_in_a_thought_of_any_models_tag_is_no_answer(tags: str) -> None:
+    begin, end = tags.split(" ")
+    within = f"<reasoning>\n{begin}hm{end}\n{DRAFT}"  # the end of the inner thought does not end the outer one
+
+    for text in (f"{begin}{DRAFT}", f"{begin}{DRAFT}{end}No.", f"Well.\n{begin}{DRAFT}", f"{DRAFT}{end}No.", within):
+        assert extract_code(text, "f") is None
+    assert answer_of(spoken(DRAFT, f"<|assistant|>\n{begin}\n")) == ""
+    for text in (f"{begin}hm{end}\n{DRAFT}", f"{DRAFT}\n{begin}hm", spoken(f"hm{end}\n{DRAFT}", f"go{begin}")):
+        assert extract_code(text, "f") == "def f(x):\n    return 1\n"
+
+
+@pytest.mark.parametrize("code", [
+    "std::vector<Thought> a; auto b = map<reason>(a);", "let a: Vec<Reasoning> = Vec::<Thought>::new();",
+    "a[think] < b", "a = [[THOUGHTS, think]]", "if a < thinking > b: pass",
+    "print('<analysis>', '</analysis>')", "d[THINKING] = 1",
+])  # fmt: skip
+def test_code_with_types_and_indices_of_such_names_has_no_thoughts(code: str) -> None:
+    assert answer_of(code) == code
 
 
 @pytest.mark.parametrize("text", [

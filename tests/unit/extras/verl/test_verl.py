@@ -256,10 +256,14 @@ def test_the_config_that_is_printed_is_the_config_that_runs(seed_yaml: Path, tmp
         ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "rollout_is=token"),
         ("data.max_obs_length=3", "max_tool_response_length"),
         ("max_turns=3", "multi_turn.max_assistant_turns"),
+        ("+actor_rollout_ref.rollout.max_new_tokens=9", "data.max_response_length=N"),
+        ("++trainer.max_steps=9", "trainer.total_training_steps=N"),
+        ("algorithm.kl_coef=0.1", "algorithm.kl_ctrl.kl_coef=C"),
+        ("actor_rollout_ref.rollout.min_p=0.1", "samples the model's own distribution"),
     ],
 )
 def test_a_key_of_a_fork_names_its_counterpart(seed_yaml: Path, key: str, named: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(key.partition("=")[0]) + ".*" + re.escape(named)):
+    with pytest.raises(ConfigError, match=re.escape(key.partition("=")[0].lstrip("+")) + ".*" + re.escape(named)):
         imported(seed_yaml, key)
 
 
