@@ -190,11 +190,11 @@ class PictureFiles:
         return encoded, (width, height)
 
     def embedded(self, row: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """Return a row in verl's schema with the bytes of its pictures in place of paths. Addresses are kept, unless
-        this object fetches them. InputError: a picture can't be read."""
+        """Return a row in verl's schema with the bytes of its pictures in place of paths. https:// addresses are kept,
+        unless this object fetches them. InputError: a picture can't be read."""
         if not row.get("images"):
             return row
-        kept = [_is_address(each["path"] or "") and not self.fetches for each in row["images"]]
+        kept = [(each["path"] or "").startswith("https://") and not self.fetches for each in row["images"]]
         pictures = [
             each if is_kept else {"bytes": self.read(each, folder, i)[0], "path": None}
             for i, (each, is_kept) in enumerate(zip(row["images"], kept, strict=True))

@@ -184,10 +184,11 @@ async def test_rows_of_ones_own_are_prepared_with_the_bytes_of_their_pictures(tm
     lines = [
         {"prompt": "Which colour?", "answer": "red", "image": "red.png"},
         {"prompt": "Which colour?", "answer": "red", "image": "lost.png"},
+        {"prompt": "Which colour?", "answer": "red", "image": "http://example.com/a.png"},
     ]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = Preparation(
-        name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns(), max_bad_ratio=0.5
+        name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns(), max_bad_ratio=0.7
     )
 
     (report,) = await prepare(job)
@@ -195,7 +196,8 @@ async def test_rows_of_ones_own_are_prepared_with_the_bytes_of_their_pictures(tm
     (made,) = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
     assert made["images"] == [{"bytes": picture(), "path": None}]
     assert made["prompt"][0]["content"] == "<image>Which colour?"
-    assert report.bad == [f"line 2: picture {tmp_path / 'lost.png'} can't be read: No such file or directory"]
+    assert report.bad[0] == f"line 2: picture {tmp_path / 'lost.png'} can't be read: No such file or directory"
+    assert "'http://example.com/a.png' is an address" in report.bad[1]
 
 
 def test_a_data_uri_is_read_and_nothing_else_is() -> None:
