@@ -153,6 +153,7 @@ class PolicyModel(nn.Module):
         self.num_tokens: int | None = None  # of the head, if another model has a smaller vocabulary
         self.replay: RouterReplay | None = None  # makes the routers choose the experts that the engine chose
         self.tower = Tower(causal_lm) if tower_parameters(causal_lm) else None  # reads pictures
+        self.reduces_once = False  # see `reduce_gradients`
 
     def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
         """Score every response token, with the KL to the teacher if one is given."""
@@ -331,14 +332,16 @@ def shard(
     ignored = replicated(model.causal_lm)
     sharded(model, mesh=everyone, mp_policy=precision, reshard_after_forward=False, ignored_params=ignored)
     register_fsdp_forward_method(model, "read")
+    model.reduces_once = is_cpu or (mesh.size() == 1 and not cpu_offload)
     return model
 
 
 def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool) -> None:
-    """Tell FSDP, before a backward, whether to reduce gradients after it: on CPU once, after the last micro-batch; on
-    GPU after each, to save the memory of the unsharded sum."""
-    if device.type == "cpu":
+    """Tell FSDP, before a micro-batch, whether to reduce gradients after it: on a CPU, and on one GPU, whose shards are
+    whole, once, after the last; else after each, to save the memory of the unsharded sum."""
+    if model.reduces_once:
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+    if device.type == "cpu":
         model.set_reshard_after_backward(is_last)  # type: ignore[operator]
 
 

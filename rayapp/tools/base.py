@@ -223,7 +223,7 @@ MAX_CALLS = 64  # read in one turn: even a call of a few tokens costs a parse, a
 
 
 def with_whole_strings(text: str, start: str) -> str:
-    """Return a turn in which no string of a call (after `start`) contains `<`, so that a parser doesn't take
+    """Return a turn in which no string of a call (after `start`) contains `<` or `start`, so that a parser doesn't take
     `</tool_call>` in a string for the end of the call. The calls' JSON has the same value."""
     parts, place = list[str](), 0
     for _ in range(MAX_CALLS + 1):
@@ -234,10 +234,11 @@ def with_whole_strings(text: str, start: str) -> str:
         begin += len(text[begin:]) - len(text[begin:].lstrip()) if text[begin : begin + 1].isspace() else 0
         parts.append(text[place:begin])
         place = begin
-        if text[begin : begin + 1] == "{":
+        if text[begin : begin + 1] in ("{", "["):
             try:
                 _, place = _DECODER.raw_decode(text, begin)
             except (ValueError, RecursionError):
                 continue
-            parts.append(text[begin:place].replace("<", "\\u003c"))
+            hidden = f"\\u{ord(start[0]):04x}{start[1:]}"
+            parts.append(text[begin:place].replace("<", "\\u003c").replace(start, hidden))
     return "".join([*parts, text[place:]])

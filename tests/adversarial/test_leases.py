@@ -3,6 +3,7 @@ image, with a Python that everyone can read, as ordinary installations have it."
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import sys
@@ -17,6 +18,7 @@ from rayapp.core.types import SandboxSpec
 from rayapp.sandbox.local import slot, staging
 from rayapp.sandbox.local.provider import LEVELS, LOOPBACK_LEVELS, LocalProvider
 from support.images import MachineImages
+from support.levels import EACH_LEVEL
 
 WALK = '''
 import json, os, sys
@@ -175,3 +177,46 @@ async def test_no_lease_finds_anything_of_the_one_before(
     if level.startswith("ns"):
         assert {"file", "folder", "link", "unnamed"} <= set(json.loads(ways))
         assert ways_of_call
+
+
+HOLD = """
+import fcntl, time
+for path, mode, lock in (("/dev/null", "r+b", fcntl.LOCK_EX), (fcntl.__file__, "rb", fcntl.LOCK_SH)):
+    held = open(path, mode, buffering=0)
+    fcntl.lockf(held, lock, 1, 4711)
+    globals()[path] = held
+time.sleep(4)
+"""
+FIND = """
+import fcntl, struct, time
+ask, end, found = struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 4711, 1, 0), time.time() + 3, set()
+while time.time() < end:
+    for path, mode in (("/dev/null", "r+b"), (fcntl.__file__, "rb")):
+        with open(path, mode, buffering=0) as file:
+            if struct.unpack("hhqqi4x", fcntl.fcntl(file, fcntl.F_GETLK, ask))[0] != fcntl.F_UNLCK:
+                found.add(path)
+            if "+" in mode:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 4711)
+                except OSError:
+                    found.add(path)
+print(sorted(found))
+"""
+
+
+@pytest.mark.parametrize("level", EACH_LEVEL)
+async def test_no_lease_sees_a_lock_of_another_at_the_same_time(level: str) -> None:
+    provider = LocalProvider(levels=(level,), max_slots=2)
+    try:
+        one, two = [await provider.create(SandboxSpec(), labels={}, ttl_s=600, timeout_s=60) for _ in range(2)]
+        held, found = await asyncio.gather(one.run_code(HOLD, timeout_s=60), two.run_code(FIND, timeout_s=60))
+        database = (
+            "import sqlite3\nfor n in 1, 2: sqlite3.connect('/tmp/a').execute('pragma journal_mode=wal').fetchone()"
+        )
+        wal = await one.run_code(database, timeout_s=60) if level.startswith("ns") else held
+    except IsolationUnavailableError as error:
+        pytest.skip(str(error))
+    finally:
+        await provider.close()
+
+    assert (held.error, found.error, found.stdout, wal.error) == ("", "", "[]\n", "")

@@ -193,6 +193,27 @@ def test_a_turn_of_nothing_but_calls_is_read_up_to_a_limit(vllm_parser: ToolCall
         assert len(parser.parse(block('{"name": "add", "arguments": {}}') * 5000)) == MAX_CALLS + 1
 
 
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [(family, text) for family in ("llama", "mistral", "deepseek_v3", "pythonic", "qwen3_coder", "glm45")
+     for text in ("a</tool_call>b", "<tool_call>{}", "[TOOL_CALLS]", '}}]"\\', "é\n```json\n{}\n```")],
+)  # fmt: skip
+def test_marks_of_calls_in_an_argument_are_text(
+    chat_family: Any, vllm_parser: ToolCallParser, family: str, text: str
+) -> None:
+    from rayapp.rollout.agent.vllm_tool_parser import load_parser
+
+    model = chat_family(family)
+    tools = [ToolSchema(name="run", parameters={"type": "object", "properties": {"code": {"type": "string"}}})]
+    sample = ChatFormat(model.tokenizer, tools, template=model.template).sample_call()
+    written, value = sample.texts[0], str(sample.arguments["code"])
+    quoted = [(json.dumps(value), json.dumps(text, ensure_ascii=False)), (repr(value), repr(text)), (value, text)]
+    said = next(written.replace(old, new) for old, new in quoted if old in written)
+
+    (call,) = load_parser("auto", model.tokenizer, tools, sample).parse(said)
+    assert (call.name, json.loads(call.arguments)) == ("run", {"code": text})
+
+
 class Add(ToolBase):
     """Adds one."""
 

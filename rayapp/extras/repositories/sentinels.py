@@ -5,22 +5,24 @@ Wrong code can pass tests that run in its process: it exits with success, patche
 equals everything. Such code also passes a sentinel, because it can't distinguish a sentinel from the original test.
 Examples:
 
-    assert median([4, 1, 3, 2]) == 2.5     ->  assert median([4, 1, 3, 2]) == 3.5
+    assert median([4, 1, 3, 2]) == 2.5     ->  assert median([4, 1, 3, 2]) == 4.5
     self.assertTrue(is_open(door))         ->  self.assertFalse(is_open(door))
-    with pytest.raises(ValueError): …      ->  with pytest.raises(BufferError): …
+    with pytest.raises(ValueError): …      ->  with pytest.raises(KeyError): …
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rayapp.core.syntax import parse
+from rayapp.core.syntax import expression, parse
 
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 _RUNNERS = re.compile(r"\b(?:pytest|py\.test|unittest|nose2?)\b")
 _SKIPS = re.compile(r"skip|xfail|expectedFailure")
 _OPPOSITES = {
@@ -30,9 +32,16 @@ _OPPOSITES = {
 }  # fmt: skip
 _OPPOSITES |= {opposite: name for name, opposite in _OPPOSITES.items()}
 _EQUALS = re.compile(r"assert(?:\w*Equals?|CountEqual)")
+_FLIPPED = {
+    ast.Lt: ("<", ">="), ast.GtE: (">=", "<"), ast.Gt: (">", "<="), ast.LtE: ("<=", ">"), ast.NotEq: ("!=", "=="),
+    ast.In: ("in", "not in"), ast.NotIn: ("not in", "in"), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"),
+}  # fmt: skip
+_STRING = re.compile(r"""([A-Za-z]*)(\"{3}|'{3}|"|')(.*)\2""", re.DOTALL)
+_DIGITS = {"0x": "123456789abcdef", "0o": "1234567", "0b": "01"}
 _RAISES = frozenset({"pytest.raises", "self.assertRaises", "self.assertRaisesRegex"})
-# Exceptions that code hardly raises, but that tests name: code must not know a sentinel by its text.
+# Exceptions that code hardly raises, but that tests name; and those that no other builtin exception is a case of.
 _NEVER_RAISED = ("ZeroDivisionError", "RecursionError", "FileExistsError", "PermissionError", "UnicodeEncodeError")
+_OFTEN_RAISED = ("ValueError", "TypeError", "KeyError", "IndexError", "AttributeError", "OSError")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +102,10 @@ def tests_in(file: str, data: bytes) -> dict[str, str]:
     return {f"{file}::{name}": ast.unparse(node) for name, node in _tests_of(tree.body)} if tree else {}
 
 
-def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, _Function]]:
     """Yield (name, function) of tests, without those marked to be skipped or to fail."""
     for node in body:
-        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if not isinstance(node, _Function | ast.ClassDef):
             continue
         if any(_SKIPS.search(ast.unparse(decorator)) for decorator in node.decorator_list):
             continue
@@ -111,24 +120,33 @@ _Text = partial[str]  # Function that returns the source text of a node.
 
 
 def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], rng: random.Random) -> Iterator[_Change]:
+    text = partial(_text, data=data, lines=lines)
     for node in body:
         match node:
             case ast.Assert(test=test):
-                yield _of_assert(test, partial(_text, data=data, lines=lines), rng)
+                yield _of_assert(test, text, rng)
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"))) as call):
-                yield from _of_method(call, rng)
+                yield from _of_method(call, text, rng)
             case ast.With(items=[ast.withitem(context_expr=ast.Call(func=func, args=[kind, *_]))]) if (
                 ast.unparse(func) in _RAISES
             ):
-                yield kind, rng.choice([name for name in _NEVER_RAISED if name not in ast.unparse(kind)])
-            case ast.With(body=inside) | ast.For(body=inside):
+                yield kind, _other_exception(ast.unparse(kind), rng)
+            case (
+                ast.With(body=inside) | ast.AsyncWith(body=inside) | ast.For(body=inside) | ast.AsyncFor(body=inside)
+                | ast.Try(body=inside)
+            ):  # fmt: skip
                 yield from _expectations(inside, data, lines, rng)
 
 
 def _of_assert(test: ast.expr, text: _Text, rng: random.Random) -> _Change:
     match test:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            return _wrong_side(left, right, rng)
+            return _wrong_side(left, right, text, rng)
+        case ast.Compare(left=left, ops=[operator], comparators=[right]):
+            is_written, flipped = _FLIPPED[type(operator)]
+            written = f"{text(left)} {is_written} {text(right)}"
+            if text(test) == written:
+                return test, f"{text(left)} {flipped} {text(right)}"
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return test, _in_brackets(operand, text(operand))
     return test, f"not {_in_brackets(test, text(test))}"
@@ -139,26 +157,26 @@ def _in_brackets(node: ast.expr, text: str) -> str:
     return text if is_plain else f"({text})"
 
 
-def _of_method(call: ast.Call, rng: random.Random) -> Iterator[_Change]:
+def _of_method(call: ast.Call, text: _Text, rng: random.Random) -> Iterator[_Change]:
     assert isinstance(call.func, ast.Attribute)
     name = call.func.attr
     if name in _OPPOSITES:
         yield call.func, f"self.{_OPPOSITES[name]}"
     elif _EQUALS.fullmatch(name) and "Not" not in name and len(call.args) > 1:
-        yield _wrong_side(call.args[0], call.args[1], rng)
+        yield _wrong_side(call.args[0], call.args[1], text, rng)
     elif f"self.{name}" in _RAISES and len(call.args) > 1:
-        yield call.args[0], rng.choice(_NEVER_RAISED)
+        yield call.args[0], _other_exception(ast.unparse(call.args[0]), rng)
 
 
-def _wrong_side(left: ast.expr, right: ast.expr, rng: random.Random) -> _Change:
+def _wrong_side(left: ast.expr, right: ast.expr, text: _Text, rng: random.Random) -> _Change:
     """Return a change to the literal side of a comparison; without one, of the right side to a random number."""
     for side in (right, left):
-        if (found := _leaf(side, rng)) is not None:
+        if (found := _leaf(side, text, rng)) is not None:
             return found
     return right, str(rng.randint(1000, 99999))
 
 
-def _leaf(node: ast.expr, rng: random.Random) -> _Change | None:
+def _leaf(node: ast.expr, text: _Text, rng: random.Random) -> _Change | None:
     """Return a change to a constant in a literal or in `pytest.approx(literal)`; None for any other expression."""
     if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("approx") and node.args:
         node = node.args[0]
@@ -169,25 +187,52 @@ def _leaf(node: ast.expr, rng: random.Random) -> _Change | None:
     leaves = [leaf for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)]
     if leaves:
         leaf = rng.choice(leaves)
-        return leaf, _other(leaf.value, rng)
+        return leaf, _other(leaf.value, text(leaf), rng)
     return node, f"[{rng.randint(0, 99)}]"
 
 
-def _other(value: object, rng: random.Random) -> str:
-    """Return the source of a constant of the same type that is clearly different."""
+def _other(value: object, written: str, rng: random.Random) -> str:
+    """Return the source of a clearly different constant of the same type, written as the one that it replaces: code
+    could know a sentinel by other quotes or digits."""
     match value:
         case bool():
             return str(not value)
-        case int():
-            return repr(value + (rng.choice([1, 2, 3]) if abs(value) < 10 else abs(value) * rng.randint(3, 9) // 10))
-        case float():
-            return repr(value + max(1.0, abs(value)) * rng.choice([0.5, 1.0]) if abs(value) < 1e300 else 0.5)
-        case str():
-            place, letter = rng.randint(0, len(value)), rng.choice("aeioust")
-            return repr(value[:place] + letter + value[place:])
-        case bytes():
-            return repr(value + bytes([rng.randint(97, 122)]))
+        case int() | float():
+            return _other_number(written, rng)
+        case str() | bytes():
+            return _other_text(value, written, rng)
     return str(rng.randint(2, 99))
+
+
+def _other_text(value: str | bytes, written: str, rng: random.Random) -> str:
+    if found := _STRING.fullmatch(written):
+        kind, quotes, body = found.groups()
+        for place in rng.sample(range(len(body) + 1), len(body) + 1)[:20]:
+            other = f"{kind}{quotes}{body[:place]}{rng.choice('aeioust')}{body[place:]}{quotes}"
+            # Within an escape, or between two strings, a letter changes more or nothing.
+            if parse(other) is not None and len(ast.literal_eval(expression(other))) == len(value) + 1:
+                return other
+    return repr(value + "a") if isinstance(value, str) else repr(value + b"a")
+
+
+def _other_number(written: str, rng: random.Random) -> str:
+    start = 2 if written[:2].lower() in _DIGITS else 0
+    digits = _DIGITS.get(written[:2].lower(), "123456789")
+    place = next((at for at, digit in enumerate(written) if at >= start and digit.lower() in digits.lstrip("0")), -1)
+    place = start if place < 0 else place
+    old = digits.find(written[place].lower())
+    others = [digit for new, digit in enumerate(digits) if abs(new - old) > 1] or [digits[1 - old]]
+    return f"{written[:place]}{rng.choice(others)}{written[place + 1 :]}"
+
+
+def _other_exception(written: str, rng: random.Random) -> str:
+    """Return an exception that is no case of the written ones, nor they of it; a rare one if one is not Python's."""
+    kinds = [getattr(builtins, name, None) for name in re.findall(r"\w+", written)]
+    known = tuple(kind for kind in kinds if isinstance(kind, type))
+    names = (*_OFTEN_RAISED, *_NEVER_RAISED) if len(known) == len(kinds) else _NEVER_RAISED
+    related = {name for name in names for kind in known
+               if issubclass(kind, getattr(builtins, name)) or issubclass(getattr(builtins, name), kind)}  # fmt: skip
+    return rng.choice([name for name in names if name not in related and name not in written] or ["KeyboardInterrupt"])
 
 
 def _text(node: ast.expr, *, data: bytes, lines: Sequence[int]) -> str:

@@ -64,9 +64,9 @@ def curve(
     """Return {"steps": [...], "values": [...]} of a metric; means of equal ranges if there are more steps than points.
 
     Args:
-        absent: value for a step without the metric; None leaves the step out.
+        absent: value for a trained step without the metric; None leaves the step out.
     """
-    values: list[tuple[Any, Any]] = [(record["step"], record.get(key, absent)) for record in records]
+    values: list[tuple[int, Any]] = [(row["step"], row.get(key, absent if row["step"] else None)) for row in records]
     found = [(float(step), float(value)) for step, value in values if _is_number(value)]
     size = max(1, math.ceil(len(found) / max_points))
     stretches = [found[start : start + size] for start in range(0, len(found), size)]

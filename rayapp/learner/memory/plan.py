@@ -164,6 +164,7 @@ def plan_gpu(shape: ModelShape, config: Config, gpu: Gpu) -> GpuPlan:
 
 
 def plan_learner(shape: ModelShape, config: Config) -> LearnerPlan:
+    config = with_values(config, learner={"compile": config.compiles(on_gpu=True)})
     masters = weight_bytes(shape, config.learner, shard(shape.num_parameters, config.learner)) + MASTER * shard(
         shape.num_adapter_parameters, config.learner
     )
@@ -349,28 +350,32 @@ def working_bytes(shape: ModelShape, learner: LearnerSection) -> int:
 
 
 def _layer_bytes(shape: ModelShape, learner: LearnerSection) -> int:
-    tokens, element = learner.token_budget, ELEMENT_BYTES[learner.compute_dtype]
-    return tokens * (layer_bytes_per_token(shape, element) + adapter_bytes_per_token(shape, element))
+    tokens, element, is_compiled = learner.token_budget, ELEMENT_BYTES[learner.compute_dtype], learner.compile is True
+    own = layer_bytes_per_token(shape, element, is_compiled=is_compiled)
+    return tokens * (own + adapter_bytes_per_token(shape, element, is_compiled=is_compiled))
 
 
-def layer_bytes_per_token(shape: ModelShape, element: int) -> int:
+def layer_bytes_per_token(shape: ModelShape, element: int, *, is_compiled: bool = False) -> int:
     """Return the bytes that a layer of Llama's kind keeps for one token.
 
     Norms (also of queries and keys): the input in float32, normed values, output. Attention: queries, keys, values,
-    output. The MLP: gate, its activation, up, and their product.
+    output. The MLP: gate, its activation, up, and their product. Compiled norms keep only the input, in the compute
+    dtype, and the output; a compiled MLP computes the activation again.
     """
     hidden = shape.hidden
-    norms = (FLOAT32 + element) * (2 * hidden + _normed_heads(shape))
+    norms = (element if is_compiled else FLOAT32 + element) * (2 * hidden + _normed_heads(shape))
     projections = 2 * element * hidden
     attention = element * shape.head_size * (2 * shape.num_heads + 2 * shape.num_key_heads)
-    return norms + projections + attention + 4 * element * shape.intermediate
+    is_plain = not is_compiled or shape.num_idle_parameters  # experts are not compiled
+    return norms + projections + attention + (4 if is_plain else 3) * element * shape.intermediate
 
 
-def adapter_bytes_per_token(shape: ModelShape, element: int) -> int:
+def adapter_bytes_per_token(shape: ModelShape, element: int, *, is_compiled: bool = False) -> int:
     """Return the change if only adapters are trained: plus their first outputs, minus the values of frozen norms."""
     if not shape.num_adapter_parameters:
         return 0
-    return element * (shape.adapter_rank_sum - 2 * shape.hidden - _normed_heads(shape))
+    saved = 0 if is_compiled else 2 * shape.hidden + _normed_heads(shape)
+    return element * (shape.adapter_rank_sum - saved)
 
 
 def _normed_heads(shape: ModelShape) -> int:

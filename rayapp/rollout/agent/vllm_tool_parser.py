@@ -50,6 +50,8 @@ class HarmonyParser:
 
 log = logging.getLogger(__name__)
 AUTO, DEFAULT = "auto", "hermes"
+# Value of an argument in GLM's format, which has no escapes; and what stands in it for the end of a call's tags.
+_VALUE, _HIDDEN = re.compile(r"<arg_value>.*?</arg_value>", re.DOTALL), "\ue000call>"
 _START = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "start_token")
 _END = ("tool_call_end_token", "tool_calls_end_token", "end_token")
 _SEARCHES = ("search", "match", "fullmatch", "findall", "finditer", "split", "sub", "subn")
@@ -90,7 +92,7 @@ class VllmToolParser:
         if self._is_gated and self._start and self._start not in text:
             return ()
         _DEADLINE.begin()
-        text = with_whole_strings(text, self._start)
+        text = _VALUE.sub(lambda value: value[0].replace("tool_call>", _HIDDEN), with_whole_strings(text, self._start))
         if self._block is None:
             return self._read(text)
         blocks = islice(self._block.finditer(text), MAX_CALLS + 1)
@@ -114,7 +116,12 @@ class VllmToolParser:
         if not found.tools_called:
             is_meant = bool(self._start) and self._start in text
             return (RawCall(problem=_MALFORMED.format(name=self.name)),) if is_meant else ()
-        return tuple(RawCall(name=call.function.name, arguments=call.function.arguments) for call in found.tool_calls)
+        calls = (call.function for call in found.tool_calls)
+        return tuple(RawCall(name=each.name, arguments=_shown(each.arguments)) for each in calls)
+
+
+def _shown(arguments: str) -> str:
+    return arguments.replace(_HIDDEN, "tool_call>").replace(json.dumps(_HIDDEN)[1:-1], "tool_call>")
 
 
 def load_parser(

@@ -107,7 +107,7 @@ def _check_group(group: RowGroup, table: Any, kinds: dict[str, TruthKind], kind_
     languages: set[Language] = set()
     for source in pc.unique(sources).to_pylist():
         of_source = pc.equal(sources, source)
-        first = f"{group.path}, row {group.first_row + pc.index(of_source, True).as_py()}"
+        first = group.where(pc.index(of_source, True).as_py())
         if source not in kinds:
             try:
                 kinds[source] = kind_of(source)
@@ -132,7 +132,7 @@ def _check_tests(group: RowGroup, truths: Any, of_source: Any) -> set[Language]:
             try:
                 language = read_tests(as_json(truths[index].as_py())).language
             except InputError as error:
-                raise InputError(f"{group.path}, row {group.first_row + index}: not a code problem: {error}") from error
+                raise InputError(f"{group.where(index)}: not a code problem: {error}") from error
             languages |= {language} if language is not None else set()
     return languages
 
@@ -142,7 +142,7 @@ def _refuse(group: RowGroup, mask: Any, why: str) -> None:
 
     index = pc.index(mask, True).as_py()
     if index >= 0:
-        raise InputError(f"{group.path}, row {group.first_row + index}: {why}")
+        raise InputError(f"{group.where(index)}: {why}")
 
 
 def _is_right(kind: Any, wanted: TruthKind) -> bool:

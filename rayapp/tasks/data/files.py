@@ -21,11 +21,12 @@ from rayapp.core.errors import InputError, StorageNotFoundError, first_line
 from rayapp.core.files import Location, aside, json_lines
 from rayapp.storage.opening import open_storage
 from rayapp.tasks.data.pictures import COLUMNS as PICTURES
-from rayapp.tasks.data.pictures import as_stored, listed
+from rayapp.tasks.data.pictures import as_marks, as_stored, listed, with_parts
 
 COLUMNS = ("prompt", "data_source", "reward_model")  # that every file must have
 _OPTIONAL = ("extra_info", "agent_name", *PICTURES)
 _HUB = "hf://datasets/"
+_NAME = "rayapp.file"  # key of a converted file's metadata: the name of the original
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +34,14 @@ class RowGroup:
     """One row group of a parquet file, always read as a whole."""
 
     path: Path
+    name: str  # the user's file, for messages
     index: int  # within its file
     first_row: int  # within the file
     num_rows: int
     has_pictures: bool = False  # rows of the file may have pictures
+
+    def where(self, index: int) -> str:
+        return f"{self.name}, row {self.first_row + index}"
 
 
 async def fetch_files(uris: Sequence[str], cache: Path) -> list[Path]:
@@ -69,10 +74,11 @@ def as_parquet(path: Path, cache: Path) -> Path:
     written = cache / f"{path.stem}-{key}.parquet"
     if written.exists():
         return written
-    rows = [_with_whole_paths(row, path.parent) for row in json_rows(content, path, columns=COLUMNS)]
+    found = enumerate(json_rows(content, path, columns=COLUMNS))
+    rows = [_for_columns(row, path.parent, f"{path}, row {number}") for number, row in found]
     names = dict.fromkeys(name for row in rows for name in row)
     try:
-        table = pa.table({name: [row.get(name) for row in rows] for name in names})
+        table = pa.table({name: [row.get(name) for row in rows] for name in names}, metadata={_NAME: str(path)})
         cache.mkdir(parents=True, exist_ok=True)
         with aside(written) as pending:
             pq.write_table(table, pending, row_group_size=1000)
@@ -81,14 +87,26 @@ def as_parquet(path: Path, cache: Path) -> Path:
     return written
 
 
-def _with_whole_paths(row: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the row with its pictures in the column `images`, as whole paths or addresses."""
-    if not any(row.get(name) for name in PICTURES):
+def _for_columns(row: dict[str, Any], folder: Path, where: str) -> dict[str, Any]:
+    """Return the row with its pictures in the column `images`, as whole paths or addresses, and with `<image>` in place
+    of messages' parts: a column has one type."""
+    try:
+        paths = [as_stored(each)["path"] for each in listed(row)]
+        if _has_parts(row.get("prompt")):
+            row = row | {"prompt": as_marks(with_parts(row["prompt"], len(paths)))}
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
+    if not paths:
         return row
-    paths = [as_stored(each)["path"] for each in listed(row)]
     whole = [name if ":" in name.partition("/")[0] else str((folder / name).resolve()) for name in paths]
     others = {key: value for key, value in row.items() if key not in PICTURES}
     return others | {"images": [{"bytes": None, "path": path} for path in whole]}
+
+
+def _has_parts(prompt: Any) -> bool:
+    messages = prompt if isinstance(prompt, list) else []
+    kinds = {type(each.get("content")) if isinstance(each, dict) else None for each in messages}
+    return list in kinds <= {str, list}
 
 
 def json_rows(content: bytes, path: Path, *, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -138,9 +156,12 @@ def _open_one(path: Path) -> Iterator[RowGroup]:
     with pq.ParquetFile(path) as file:
         _check_schema(path, file.schema_arrow)
         has_pictures, first_row = _has_pictures(file.metadata), 0
+        name = (file.schema_arrow.metadata or {}).get(_NAME.encode(), str(path).encode()).decode()
         for index in range(file.metadata.num_row_groups):
             num_rows = file.metadata.row_group(index).num_rows
-            yield RowGroup(path=path, index=index, first_row=first_row, num_rows=num_rows, has_pictures=has_pictures)
+            yield RowGroup(
+                path=path, name=name, index=index, first_row=first_row, num_rows=num_rows, has_pictures=has_pictures
+            )
             first_row += num_rows
 
 

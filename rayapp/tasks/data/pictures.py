@@ -65,7 +65,7 @@ def with_parts(messages: Sequence[Message], num_pictures: int) -> tuple[Message,
         return tuple(messages)
     parted = [{**each, "content": _parts(each.get("content", ""), marks=num_pictures > 0)} for each in messages]
     if not any(part == IMAGE_PART for each in parted for part in each["content"]):
-        user = next((each for each in parted if each["role"] == "user"), parted[0])
+        user = next((each for each in parted if each.get("role") == "user"), parted[0])
         user["content"] = [IMAGE_PART] * num_pictures + user["content"]
     if (num := sum(part == IMAGE_PART for each in parted for part in each["content"])) != num_pictures:
         raise InputError(f"the messages have {num} places for pictures ({MARK}), but the row has {num_pictures}")
@@ -190,11 +190,11 @@ class PictureFiles:
         return encoded, (width, height)
 
     def embedded(self, row: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """Return a row in verl's schema with the bytes of its pictures in place of paths. Addresses are kept, unless
-        this object fetches them. InputError: a picture can't be read."""
+        """Return a row in verl's schema with the bytes of its pictures in place of paths. https:// addresses are kept,
+        unless this object fetches them. InputError: a picture can't be read."""
         if not row.get("images"):
             return row
-        kept = [_is_address(each["path"] or "") and not self.fetches for each in row["images"]]
+        kept = [(each["path"] or "").startswith("https://") and not self.fetches for each in row["images"]]
         pictures = [
             each if is_kept else {"bytes": self.read(each, folder, i)[0], "path": None}
             for i, (each, is_kept) in enumerate(zip(row["images"], kept, strict=True))

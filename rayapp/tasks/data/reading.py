@@ -129,7 +129,7 @@ class TrainingData:
         self._pictures = pictures
         if encode is not None and pictures is None and (shown := [each for each in groups if each.has_pictures]):
             raise InputError(
-                f"{shown[0].path}: its rows have images, but the model reads only text. Choose a model that reads "
+                f"{shown[0].name}: its rows have images, but the model reads only text. Choose a model that reads "
                 "pictures (docs/pictures.md), leave those rows out, or drop the column `images` if the text says "
                 "enough without them."
             )
@@ -193,7 +193,7 @@ class TrainingData:
         which = bisect_right(starts, index) - 1
         group = window.groups[which]
         at = self._kept[group][index - starts[which]]
-        where = _where(self._groups[group], at)
+        where = self._groups[group].where(at)
         raw = tables[which].slice(at, 1).to_pylist()[0]
         row = parse_row(raw, where)
         if self._encode is None:
@@ -226,7 +226,7 @@ class TrainingData:
         kept = []
         columns = ("prompt", "agent_name", *(PICTURES if group.has_pictures else ()))
         for index, row in enumerate(read_group(group, columns).to_pylist()):
-            where = _where(group, index)
+            where = group.where(index)
             messages = parse_messages(row["prompt"], where)
             ids: Sequence[int] = ()
             try:
@@ -289,8 +289,4 @@ def _check_agents(groups: Sequence[RowGroup], check: CheckAgent) -> None:
         for index, name in enumerate(names):
             if name not in seen:
                 seen.add(name)
-                check(name or "", _where(group, index))
-
-
-def _where(group: RowGroup, index: int) -> str:
-    return f"{group.path}, row {group.first_row + index}"
+                check(name or "", group.where(index))

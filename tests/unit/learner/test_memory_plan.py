@@ -59,7 +59,8 @@ SHAPE = ModelShape(
 
 
 def config(**learner: Any) -> Config:
-    sections = {"learner": {"max_tokens_per_microbatch": 1000, "log_prob_chunk_tokens": 16} | learner}
+    plain = {"max_tokens_per_microbatch": 1000, "log_prob_chunk_tokens": 16, "compile": False}
+    sections = {"learner": plain | learner}
     return Config.model_validate(sections | {"rollout": {"max_prompt_tokens": 60, "max_completion_tokens": 40}})
 
 
@@ -135,6 +136,11 @@ def test_a_head_whose_chunks_are_all_kept_takes_no_softmax_in_its_backward_and_f
     assert chunk - small == 8 * (1000 - 64) * 50
     on_host = plan_host(SHAPE, changed, 1 << 40)
     assert on_host.activations == kept_bytes(SHAPE, changed.learner) + working_bytes(SHAPE, changed.learner) + small
+
+
+def test_compiled_layers_keep_neither_float32_inputs_of_norms_nor_the_activation_of_the_mlp() -> None:
+    plain, compiled = (plan_learner(SHAPE, config(compile=is_on)).moments[0].activations for is_on in (False, "auto"))
+    assert plain - compiled == 3 * 1000 * (2 * 4 * 8 + 2 * 20)
 
 
 def test_a_reference_takes_its_own_shards() -> None:

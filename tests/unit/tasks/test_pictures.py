@@ -97,6 +97,24 @@ def test_lines_of_json_name_pictures_beside_the_file(tmp_path: Path, column: str
     assert opened(tmp_path / "in" / "rows.jsonl", tmp_path).row(0).prompt_ids == (7, 7, 7, 7, 1)
 
 
+def test_lines_of_json_may_have_parts_beside_texts_and_name_the_line_of_a_bad_picture(tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(picture(size=(4, 4)))
+    parts = row([{"type": "image"}, {"type": "text", "text": "What?"}], image="red.png")
+    parts["prompt"].insert(0, {"role": "system", "content": "Be brief."})
+    file = tmp_path / "mine.jsonl"
+
+    def read(*more: Any) -> TrainingData:
+        file.write_text("".join(json.dumps(each) + "\n" for each in (parts, *more)))
+        return opened(file, tmp_path)
+
+    data = read(row(image="lost.png"))
+    assert data.row(0).prompt_ids == (1, 7, 7, 7, 7, 1)
+    assert data.bad[0].startswith(f"{file}, row 1: picture {tmp_path / 'lost.png'} can't be read")
+    for bad in (row(images=5), row([{"type": "image"}]), row([{"type": "image_url", "image_url": "a.png"}])):
+        with pytest.raises(InputError, match=r"mine\.jsonl, row 1: "):
+            read(bad)
+
+
 def test_without_marks_the_pictures_come_first_in_the_users_message_and_without_pictures_a_mark_is_text() -> None:
     system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}
     marked = {"role": "user", "content": "Close the tag <image>."}
@@ -166,10 +184,11 @@ async def test_rows_of_ones_own_are_prepared_with_the_bytes_of_their_pictures(tm
     lines = [
         {"prompt": "Which colour?", "answer": "red", "image": "red.png"},
         {"prompt": "Which colour?", "answer": "red", "image": "lost.png"},
+        {"prompt": "Which colour?", "answer": "red", "image": "http://example.com/a.png"},
     ]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     job = Preparation(
-        name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns(), max_bad_ratio=0.5
+        name="own", source=str(tmp_path / "mine.jsonl"), out=str(tmp_path / "out"), own=OwnColumns(), max_bad_ratio=0.7
     )
 
     (report,) = await prepare(job)
@@ -177,7 +196,8 @@ async def test_rows_of_ones_own_are_prepared_with_the_bytes_of_their_pictures(tm
     (made,) = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
     assert made["images"] == [{"bytes": picture(), "path": None}]
     assert made["prompt"][0]["content"] == "<image>Which colour?"
-    assert report.bad == [f"line 2: picture {tmp_path / 'lost.png'} can't be read: No such file or directory"]
+    assert report.bad[0] == f"line 2: picture {tmp_path / 'lost.png'} can't be read: No such file or directory"
+    assert "'http://example.com/a.png' is an address" in report.bad[1]
 
 
 def test_a_data_uri_is_read_and_nothing_else_is() -> None:

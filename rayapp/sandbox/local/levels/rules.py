@@ -47,7 +47,7 @@ _READABLE_OPTIONS = {**_OPTIONS, _SOL_SOCKET: (*_OPTIONS[_SOL_SOCKET], *_BUFFER_
 _SIOC, _SIOC_MASK = 0x8900, 0xFF00
 _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP = 0x5412, 0x541C, 0x8901, 0x8902
 _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
-_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_F_SETLK, _F_SETLKW, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 6, 7, 8, 10, 15
 _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW = 1024, 1026, 1031, 37, 38
 _PR_SCHED_CORE = 62
 # Options for outliving and adopting processes, core dumps, memory layout and core scheduling.
@@ -111,10 +111,12 @@ def standing(machine: str | None = None, *, has_loopback: bool = False) -> bytes
     rules["ioctl"] = not_with(1, _TIOCSTI, _TIOCLINUX, _FIOSETOWN, _SIOCSPGRP, _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR)
     # Refuse signal-driven I/O: it can send any signal to any process of this uid, past every rule about kill. Also
     # refuse watching, leasing and locking other users' files, and larger pipe buffers, whose sum the kernel limits for
-    # each user. F_SETLK stays allowed for SQLite: on files that code can't write, such locks block no reader.
-    rules["fcntl"] = not_with(
+    # each user. SQLite's locks have no effect: code in other sandboxes sees locks of files that all share, such as
+    # /dev/null, and so the runs of a verdict could compare what each of them sees.
+    fcntl = not_with(
         1, _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY, _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW
     )
+    rules["fcntl"] = refused_or(where(1, _F_SETLK, no_effect()), refused_or(where(1, _F_SETLKW, no_effect()), fcntl))
     if has_loopback:
         rules |= _client_of_tcp(rules["ioctl"])
     rules |= {name: no_effect() for name in _NO_EFFECT}

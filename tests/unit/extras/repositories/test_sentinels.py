@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import random
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -92,6 +94,38 @@ def test_a_sentinel_changes_one_expectation_and_nothing_else() -> None:
     assert changes["not closed()"] == {"closed()"}  # as a test would be written
     assert "2.0" not in changes["2.0"]
     assert "0.125" not in changes["0.125"]
+
+
+@pytest.mark.parametrize(("given", "form"), [
+    ('f() == "it is"', r'f\(\) == "[a-z ]{6}"'), ("f() == b'xy'", r"f\(\) == b'[a-z]{3}'"),
+    ('f() == r"\\d"', r'f\(\) == r"[\\a-z]{3}"'), ('f() == """x\ny"""', r'f\(\) == """[xya-z\n]{4}"""'),
+    (r'f() == "a\nb\x41"', r'f\(\) == "[^"\n]{8,9}"'), ('f() == "a" "b"', r"f\(\) == '\w{3}'|f\(\) == \"\w+\" \"\w+\""),
+    ("f() == 1_000_000", r"f\(\) == \d_000_000"), ("f() == 0xFF", r"f\(\) == 0x[\da-f]F"),
+    ("f() == 0b10", "f.. == 0b00"),
+    ("f() == 1e-3", r"f\(\) == \de-3"), ("f() == -2.50", r"f\(\) == -\d.50"), ("f() == 0.0", r"f\(\) == \d.0"),
+    ("f() < 2", r"f\(\) >= 2"), ("a in f()", r"a not in f\(\)"), ("f() is None", r"f\(\) is not None"),
+    ("f() != 2", r"f\(\) == 2"), ("(f()) not in (b)", r"not \(\(f\(\)\) not in \(b\)\)"),
+])  # fmt: skip
+@pytest.mark.parametrize("async_", ["", "async "])
+def test_a_wrong_expectation_is_written_as_the_right_one_so_that_code_does_not_know_it_by_its_look(
+    given: str, form: str, async_: str
+) -> None:
+    text = f"{async_}def test_it():\n    try:\n        assert {given}\n    finally: pass\n".encode()
+    for seed in range(30):
+        (sentinel,) = draw({"test_it.py": text}, ["test_it.py"], random.Random(seed))
+        changed = with_sentinels({"test_it.py": text}, [sentinel])["test_it.py"].decode()
+        wrong = changed.partition("assert ")[2].partition("\n    finally")[0]
+
+        assert re.fullmatch(form, wrong), wrong
+        assert ast.dump(ast.parse(wrong)) != ast.dump(ast.parse(given))
+
+
+def test_an_exception_that_a_test_expects_becomes_a_common_one_that_is_no_case_of_it() -> None:
+    text = b"def test_it():\n    with pytest.raises((KeyError, OSError)):\n        f()\n"
+    wrong = {draw({"test_it.py": text}, ["test_it.py"], random.Random(seed))[0].wrong for seed in range(99)}
+
+    assert {"ValueError", "TypeError", "AttributeError", "ZeroDivisionError"} <= wrong
+    assert wrong.isdisjoint({"KeyError", "OSError", "FileExistsError", "PermissionError"})
 
 
 def test_every_test_has_a_sentinel_before_any_has_two() -> None:

@@ -210,7 +210,7 @@ def test_long_curves_are_means_of_equal_stretches() -> None:
 
 
 def test_a_status_that_a_step_lacks_had_a_share_of_zero_there() -> None:
-    records = [{"step": 1, "status/truncated": 0.5}, {"step": 2}]
+    records = [{"step": 0, "eval/reward/mean": 0.1}, {"step": 1, "status/truncated": 0.5}, {"step": 2}]
 
     assert curve(records, "status/truncated", absent=0.0)["values"] == [0.5, 0.0]
     assert curve(records, "status/truncated")["values"] == [0.5]

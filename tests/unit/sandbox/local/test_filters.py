@@ -105,8 +105,8 @@ HELD_OPTIONS = [(3, 6, 31), (3, 6, 30), (3, 6, 35), (3, 1, 60), (3, 1, 26), (3, 
 """Options of sockets that change more than a client's own connection."""
 Calls = list[tuple[int, ...]]
 RULES: list[tuple[str, str, str, Calls, Calls]] = [
-    ("files are locked for oneself only, and neither watched nor leased", "standing", "fcntl",
-     [(0, 6)], [(0, 1024), (0, 1026), (0, 1031), (0, 37)]),
+    ("files are neither watched nor leased", "standing", "fcntl",
+     [(0, 5)], [(0, 1024), (0, 1026), (0, 1031), (0, 37)]),
     ("code neither makes itself dumpable nor keeps others off the twin of its core", "closing", "prctl",
      [(15,)], [(4,), (62,)]),
     ("limits of others are out of reach", "standing", "prlimit64 sched_setaffinity sched_setscheduler sched_setattr",
@@ -159,6 +159,11 @@ def test_a_call_is_allowed_or_refused_by_its_arguments(
     for name in names.split():
         assert [named(code, machine, name, *args) for args in allowed] == [ALLOWED] * len(allowed), name
         assert [named(code, machine, name, *args) for args in refused] == ["EPERM"] * len(refused), name
+
+
+@pytest.mark.parametrize("command", [6, 7])
+def test_locks_of_files_have_no_effect_as_other_sandboxes_could_see_them(machine: str, command: int) -> None:
+    assert named(rules.standing(machine), machine, "fcntl", 3, command) == DONE
 
 
 def test_new_processes_are_not_there_where_programs_must_look_for_another_way(machine: str) -> None:
