@@ -18,7 +18,7 @@ from rayapp.config.agent import AGENTS
 from rayapp.config.config import Config
 from rayapp.core.errors import InputError
 from rayapp.core.protocols import RolloutEngine, SandboxSource, Task, Tokenizer
-from rayapp.core.syntax import spoken
+from rayapp.core.syntax import answer_of, spoken
 from rayapp.core.types import Completion, Prompt, RequestId, RolloutStatus, SamplingParams, Trajectory
 from rayapp.rollout.agent.build import open_loop
 from rayapp.rollout.agent.loop import AgentLoop
@@ -169,7 +169,10 @@ class OneTurn:
 
         def text_of(completion: Completion) -> str:
             # Score the engine's text instead of the decoded tokens, because the tokens include the stop text.
-            return spoken(completion.text, problem.prompt.text)
+            # Unless tags of thoughts are special tokens of the model, which the engine's text lacks.
+            whole = self.tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=False)
+            has_more_thoughts = answer_of(completion.text) == completion.text and answer_of(whole) != whole
+            return spoken(whole if has_more_thoughts else completion.text, problem.prompt.text)
 
         completion = await recorder.sample_turn(engine, request_id, sampling, text_of)
         is_cut = completion.finish_reason == "length"

@@ -150,6 +150,19 @@ def request(group_id: int = 0, **fields: Any) -> Any:
 Said = str | Sequence[int]
 
 
+class Wordless:
+    """A tokenizer for scripted engines whose token ids stand for no text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return []
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return ""
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        raise AssertionError("the prompt is rendered")
+
+
 def engine(tokenizer: Any, script: Callable[[RequestId, Sequence[int]], Said], **options: Any) -> ScriptedEngine:
     """Return an engine that says what `script` returns, and records the requests."""
     made = ScriptedEngine(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ import pytest
 from rayapp.config.agent import RewardSection
 from rayapp.core.errors import DeadlineError, EngineDeadError, EngineError, StaleVersionError
 from rayapp.core.protocols import SandboxSource, Tokenizer
+from rayapp.core.syntax import answer_of
 from rayapp.core.types import (
     Completion,
     ExpertArray,
@@ -76,7 +79,7 @@ async def run(
 ) -> tuple[Group, GroupSummary]:
     request = GroupRequest(group_id=11, policy_version=3, **asked or {})
     problem = replace(problem_of_task(task or Task()), prompt=PROMPT)
-    agent = OneTurn(None)  # type: ignore[arg-type]  # the prompt is rendered
+    agent = OneTurn(make.Wordless())
     usual: dict[str, Any] = {"max_tokens": 8, "group_size": 4}
     return await make.played(problem, agent, engine, request=request, **usual | options)
 
@@ -246,3 +249,31 @@ async def test_a_trajectory_that_hangs_leaves_the_others_time_to_be_compared() -
 
     assert [t.reward.value for t in group.trajectories if t.reward.valid] == [0.0, -1.0, -3.0]
     assert group.trajectories[2].reward.failure_kind == "deadline"
+
+
+@pytest.mark.parametrize(("said", "answer"), [
+    ("[THINK]draft[/THINK]No.", "No."), ("[THINK]draft", ""), ("<|START_THINKING|>draft<|END_THINKING|>No.", "No."),
+    ("<|channel|>analysis<|message|>draft", ""), ("No.", "No."),
+])  # fmt: skip
+async def test_a_thought_between_special_tokens_is_no_answer_although_the_engines_text_lacks_them(
+    chat_tokenizer: Any, said: str, answer: str
+) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tags = re.findall(r"\[/?THINK\]|<\|[^|]*\|>", said)
+    tokenizer.add_special_tokens({"additional_special_tokens": tags})
+    ids = tokenizer.encode(said, add_special_tokens=False)
+    heard = list[str]()
+
+    class Says(Engine):
+        async def generate(self, *_: Any) -> Completion:
+            return make.completion(*ids, text=tokenizer.decode(ids, skip_special_tokens=True))
+
+    class Hears(Task):
+        async def score(self, prompt: Prompt, completion_text: str, sandboxes: Any, *, seed: int) -> Reward:
+            heard.append(answer_of(completion_text))
+            return Reward(value=0.0)
+
+    problem = replace(problem_of_task(Hears()), prompt=PROMPT)
+    await make.played(problem, OneTurn(tokenizer), Says(), group_size=2)
+
+    assert heard == [answer] * 2

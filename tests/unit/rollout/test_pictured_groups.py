@@ -54,7 +54,8 @@ async def test_every_request_and_trajectory_has_the_prompts_pictures_and_the_gro
     problem = Problem(prompt=PROMPT, score=score, pictures={SHOWN.sha256: red})
     request = GroupRequest(purpose="group", group_id=0, policy_version=0)
     group, _ = await run_group(
-        request, problem, OneTurn(None), sandboxes=None, engine=engine, sampling=SamplingParams(max_tokens=4),  # type: ignore[arg-type]
+        request, problem, OneTurn(make.Wordless()), sandboxes=None, engine=engine,  # type: ignore[arg-type]
+        sampling=SamplingParams(max_tokens=4),
         group_size=2, seed=0, deadline_s=30.0,
     )  # fmt: skip
 

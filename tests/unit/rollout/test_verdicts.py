@@ -196,7 +196,7 @@ class Bench:
 
     async def task(self, act: Act) -> Asked:
         task = OwnTask(act)
-        agent = OneTurn(None)  # type: ignore[arg-type]  # needs none
+        agent = OneTurn(make.Wordless())
         return Asked(await prompted(problem_of_task(task), agent), agent)
 
     async def custom(self, act: Act) -> Asked:
