@@ -61,8 +61,8 @@ class LossRows:
     teacher_kl: Tensor | None = None  # (B, T), with gradient if it covers more than the sampled token
 
     def detached(self) -> LossRows:
-        return replace(self, **{name: None if (own := getattr(self, name)) is None else own.detach()
-                                for name in ("log_probs", "entropy", "teacher_kl")})  # fmt: skip
+        entropy, kl = (None if each is None else each.detach() for each in (self.entropy, self.teacher_kl))
+        return replace(self, log_probs=self.log_probs.detach(), entropy=entropy, teacher_kl=kl)
 
 
 def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, scale: LossScale) -> LossResult:
