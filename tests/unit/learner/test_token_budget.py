@@ -39,7 +39,7 @@ MAX_PLAN_ERROR = 0.10
 
 
 def config_of(model: Path, **learner: Any) -> Config:
-    usual = {"log_prob_chunk_tokens": 16, "max_tokens_per_microbatch": "auto"}
+    usual = {"log_prob_chunk_tokens": 16, "max_tokens_per_microbatch": "auto", "compile": False}  # as on a CPU
     return make.config(model, rollout={"max_prompt_tokens": 24, "max_completion_tokens": 40}, learner=usual | learner)
 
 
