@@ -1,9 +1,5 @@
-"""Admits requests to an engine: in cohorts that start together, and within a limit of concurrent requests.
-
-`ConcurrencyLimit` finds the limit on CPUs: it doubles until vLLM first preempts, then grows slowly, and is lowered at
-preemptions. On GPUs that would take minutes: there it is `server.max_num_seqs`. `Gate` admits the oldest group first,
-because a step waits for it.
-"""
+"""Admits requests to an engine: in cohorts that start together, and the oldest group first, because a step waits for
+it."""
 
 from __future__ import annotations
 
@@ -78,64 +74,14 @@ class Cohorts:
 
 
 HOLD_ABOVE = 0.95  # of the KV cache; above it no request starts, as running sequences still grow
-GROW_BELOW = 0.85
-BACK_OFF = 0.7
-GROWTH_PER_ROUND = 4.0  # of the limit, after the first preemption, for each limit's number of ended requests
-
-
-class ConcurrencyLimit:
-    """Limit of concurrent requests, adapted by additive increase and multiplicative decrease. Without `backs_off` it
-    stays, and preemption is left to the engine."""
-
-    def __init__(self, *, ceiling: int, start: int = 16, backs_off: bool = True) -> None:
-        self._backs_off = backs_off
-        self._ceiling = float(ceiling)
-        self._limit = float(min(start, ceiling))
-        self._is_probing = True
-        self._kv_used = 0.0
-        self._num_to_settle = 0
-        self.num_back_offs = 0
-
-    @property
-    def limit(self) -> int:
-        return int(self._limit)
-
-    def admits(self, in_flight: int) -> bool:
-        """True if one more request may start; always without one in flight."""
-        return in_flight == 0 or (in_flight < self.limit and self._kv_used < HOLD_ABOVE)
-
-    def was_given(self, in_flight: int) -> None:
-        """Raise the limit to the requests in flight, after a cohort started as a whole, until the cache overflows."""
-        self._limit = min(self._ceiling, max(self._limit, float(in_flight)))
-
-    def observe(self, *, kv_used: float, num_preempted: int, in_flight: int) -> None:
-        """Update the limit after a step: share of the KV cache in use, sequences preempted in this step."""
-        self._kv_used = kv_used
-        if num_preempted and self._num_to_settle == 0 and self._backs_off:
-            # Take the number of requests in flight if it is below the limit: a limit that was not reached did not cause
-            # the preemption.
-            self._limit = max(1.0, min(self._limit, in_flight) * BACK_OFF)
-            self._is_probing = False
-            self.num_back_offs += 1
-            # The requests in flight still overfill the cache: ignore preemptions until as many requests have ended.
-            self._num_to_settle = in_flight
-
-    def ended(self, *, is_wanted: bool) -> None:
-        """Count the end of a request, which may raise the limit if others wait."""
-        self._num_to_settle = max(0, self._num_to_settle - 1)
-        if is_wanted and self._num_to_settle == 0 and self._kv_used < GROW_BELOW:
-            step = 1.0 if self._is_probing else GROWTH_PER_ROUND / self._limit
-            self._limit = min(self._ceiling, self._limit + step)
-
-
-def limit_of(max_num_seqs: int, *, on_gpu: bool) -> ConcurrencyLimit:
-    start = {"start": max_num_seqs} if on_gpu else {}
-    return ConcurrencyLimit(ceiling=max_num_seqs, backs_off=not on_gpu, **start)
 
 
 class Gate:
-    def __init__(self, limit: ConcurrencyLimit) -> None:
+    """Admits at most `limit` requests at once, the oldest group first."""
+
+    def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._kv_used = 0.0
         self._in_flight = 0
         self._waiting: list[tuple[RequestId, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
@@ -165,32 +111,29 @@ class Gate:
     def passing(self) -> Iterator[None]:
         """Count a request as in flight during the block, without waiting."""
         self._in_flight += 1
-        self._limit.was_given(self._in_flight)
         try:
             yield
         finally:
             self._leave()
 
-    def observe(self, *, kv_used: float, num_preempted: int) -> None:
-        self._limit.observe(kv_used=kv_used, num_preempted=num_preempted, in_flight=self._in_flight)
+    def observe(self, kv_used: float) -> None:
+        """Note the share of the KV cache in use after a step."""
+        self._kv_used = kv_used
         self._let_in()
 
     def _leave(self) -> None:
         self._in_flight -= 1
-        self._limit.ended(is_wanted=self.num_waiting > 0)
         self._let_in()
 
+    def _admits(self) -> bool:
+        return self._in_flight == 0 or (self._in_flight < self._limit and self._kv_used < HOLD_ABOVE)
+
     def _let_in(self) -> None:
-        while self._waiting and self._limit.admits(self._in_flight):
+        while self._waiting and self._admits():
             _, _, future = heapq.heappop(self._waiting)
             if not future.done():
                 self._in_flight += 1
                 future.set_result(None)
 
     def scalars(self) -> dict[str, float]:
-        """Return the limit, how often it was lowered, and the waiting requests."""
-        return {
-            "concurrency_limit": float(self._limit.limit),
-            "back_offs": float(self._limit.num_back_offs),
-            "gate_waiting": float(self.num_waiting),
-        }
+        return {"gate_waiting": float(self.num_waiting)}

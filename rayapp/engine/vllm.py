@@ -29,7 +29,7 @@ from rayapp.core.errors import EngineDeadError, EngineError, WeightSyncError
 from rayapp.core.protocols import OnTokens
 from rayapp.core.timing import MOST_ITERATIONS, InHand, Profile, take_engine_trace
 from rayapp.core.types import Completion, RequestId, SamplingParams
-from rayapp.engine.admission import Cohorts, Gate, Request, limit_of
+from rayapp.engine.admission import Cohorts, Gate, Request
 from rayapp.engine.vllm_arguments import (
     adapter_request,
     check_gpu,
@@ -107,9 +107,9 @@ class VllmEngine:
         check_names(config.server.engine_args, (field.name for field in fields(AsyncEngineArgs)))
         output = EngineOutput()
         try:
-            gate = Gate(limit_of(config.server.max_num_seqs, on_gpu=is_on_gpu(config.cluster)))
+            gate = Gate(config.server.max_num_seqs)
             in_hand = InHand()
-            load = EngineLoad(lambda kv_used, num: gate.observe(kv_used=kv_used, num_preempted=num), in_hand.moved)
+            load = EngineLoad(gate.observe, in_hand.moved)
             args = AsyncEngineArgs(**vllm_args(config) | engine_args)
             engine = AsyncLLM.from_engine_args(args, stat_loggers=[load.factory])
             await engine.collective_rpc("die_with", args=(os.getpid(),))

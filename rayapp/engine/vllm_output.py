@@ -76,12 +76,12 @@ def _size(path: Path) -> int | None:
 
 
 class EngineLoad:
-    """Stat logger of an engine, which keeps the last numbers. `on_step` gets the share of the KV cache in use and the
-    preempted sequences of each step; `on_tokens` is called after steps that sampled tokens."""
+    """Stat logger of an engine, which keeps the last numbers. `on_step` gets the share of the KV cache in use after
+    each step; `on_tokens` is called after steps that sampled tokens."""
 
     def __init__(
         self,
-        on_step: Callable[[float, int], None] = lambda kv_used, num_preempted: None,
+        on_step: Callable[[float], None] = lambda kv_used: None,
         on_tokens: Callable[[], None] = lambda: None,
     ) -> None:
         self._running = self._waiting = 0
@@ -100,8 +100,7 @@ class EngineLoad:
         num_preempted = 0 if iteration_stats is None else iteration_stats.num_preempted_reqs
         forgiven = min(self._forgiven, num_preempted)
         self._forgiven -= forgiven
-        num_preempted -= forgiven
-        self._preempted += num_preempted
+        self._preempted += num_preempted - forgiven
         if iteration_stats is not None and iteration_stats.num_generation_tokens:
             self._on_tokens()
         if scheduler_stats is None:
@@ -111,7 +110,7 @@ class EngineLoad:
         self._kv_used = scheduler_stats.kv_cache_usage
         self._prefix_queries += scheduler_stats.prefix_cache_stats.queries
         self._prefix_hits += scheduler_stats.prefix_cache_stats.hits
-        self._on_step(self._kv_used, num_preempted)
+        self._on_step(self._kv_used)
 
     def forgive(self, num_requests: int) -> None:
         """Ignore the next preemptions, which are due to sleep."""

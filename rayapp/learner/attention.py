@@ -140,7 +140,7 @@ def varlen_plan(packing: Packing, device: torch.device) -> VarlenLayout:
     queries = [segment.end - segment.start for segment in packing.segments]
     keys = [path.size for path in paths]
     return VarlenLayout(
-        key_index=torch.from_numpy(np.concatenate(paths)).to(device),
+        key_index=moved(np.concatenate(paths), device),
         cu_queries=_cumulative(queries, device),
         cu_keys=_cumulative(keys, device),
         max_queries=max(queries),
@@ -149,7 +149,13 @@ def varlen_plan(packing: Packing, device: torch.device) -> VarlenLayout:
 
 
 def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)).to(device)
+    return moved(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32), device)
+
+
+def moved(values: Any, device: torch.device) -> Tensor:
+    """Return an array or a tensor on the device. A copy to a GPU does not wait for the work that is queued there."""
+    tensor = torch.as_tensor(values)
+    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLayout, rule: MaskRule) -> Tensor:

@@ -37,7 +37,7 @@ from rayapp.config.learner import LearnerSection, OptimizerSection
 from rayapp.config.other_models import DistillationSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError, LearnerError
-from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
+from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, moved, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
 from rayapp.learner.distributed import EXPERT_RANKS, whole
 from rayapp.learner.families.experts import check_expert_parallel, is_split, split_experts
@@ -99,9 +99,7 @@ class DeviceBatch:
 def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | None = None) -> DeviceBatch:
     """Copy the tensors that a forward needs to the device. `group` are ranks that compute the micro-batch together."""
 
-    def moved(array: Any) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
+    on = partial(moved, device=device)
     part = None if group is None else own_tokens(batch, group)
     packing = batch.packing if part is None else part.packing
     tokens, heads, pairs = (slice(None),) * 3 if part is None else (part.tokens, part.heads, part.pairs)
@@ -115,20 +113,20 @@ def to_device(batch: MicroBatch, device: torch.device, group: SequenceGroup | No
     if pictures is not None and pictures.positions is not None:
         position_ids = pictures.positions[:, None]
     return DeviceBatch(
-        token_ids=moved(packing.token_ids[tokens])[None],
-        position_ids=moved(position_ids),
+        token_ids=on(packing.token_ids[tokens])[None],
+        position_ids=on(position_ids),
         attention=plan if group is None else SequenceLayout(whole=plan, group=group),
-        head_positions=moved(head_positions),
+        head_positions=on(head_positions),
         targets=Targets(
-            rows=moved(rows),
-            token_ids=moved(batch.pair_targets[pairs]),
+            rows=on(rows),
+            token_ids=on(batch.pair_targets[pairs]),
             first_pairs=first_pairs_of(rows, head_positions.size),
             allowed=None if batch.allowed is None else masks_on(device, batch.allowed.of(heads)),
         ),
-        row_pairs=moved(batch.row_pairs),
-        row_heads=moved(batch.row_heads),
-        mask=moved(batch.mask),
-        routed_experts=None if experts is None else moved(experts[tokens]),
+        row_pairs=on(batch.row_pairs),
+        row_heads=on(batch.row_heads),
+        mask=on(batch.mask),
+        routed_experts=None if experts is None else on(experts[tokens]),
         part=part,
         pictures=None if pictures is None else on_device(pictures, device),
     )

@@ -34,6 +34,7 @@ from rayapp.learner.algo.losses import (
     mean_weight,
     policy_loss,
 )
+from rayapp.learner.attention import moved
 from rayapp.learner.batch import (
     MicroBatch,
     RowScores,
@@ -216,6 +217,7 @@ class _Step:
         self.watch = stopwatch(learner.ranks.device)
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
+        self.unread: list[tuple[MicroBatch, LossRows, Tensor, MicroBatchFacts]] = []  # of the present pass
         self.old: dict[int, RowScores] = {}
         # Log-probs (R,) of the sampled tokens, by model (or teacher) and row.
         self.frozen: dict[str, dict[int, FloatArray]] = {}
@@ -336,6 +338,7 @@ class _Step:
             for number, batch in enumerate(learner.recorded(batches)):
                 reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
                 self._forward_backward(batch, scale, actor_config, coupled)
+            self._read()
             if self.config.distillation.needs_logits:
                 learner.frozen["teacher"].reshard()  # type: ignore[operator]
         with self.watch("optimizer"):
@@ -392,32 +395,36 @@ class _Step:
             loss, metrics = coupled.surrogate(rows.log_probs, [item.row for item in batch.items]), {}
         loss = self._regularised(loss, rows, scale)
         loss.backward()  # type: ignore[no-untyped-call]
-        share = float(loss.detach()) / scale.dp_size
-        self.micro_facts.append(
-            MicroBatchFacts(
-                num_computed_tokens=batch.packing.num_tokens,
-                num_input_tokens=sum(item.num_inputs for item in batch.items),
-                num_trained_tokens=batch.num_trained_tokens,
-                num_heads=batch.head_positions.size,
-                num_attended=batch.packing.num_attended,
-                num_input_attended=sum(item.num_attended for item in batch.items),
-                num_picture_tokens=0 if tower is None else tower.num_tokens - num_seen,
-                loss=share,
-                metrics=metrics,
-            )
+        facts = MicroBatchFacts(
+            num_computed_tokens=batch.packing.num_tokens,
+            num_input_tokens=sum(item.num_inputs for item in batch.items),
+            num_trained_tokens=batch.num_trained_tokens,
+            num_heads=batch.head_positions.size,
+            num_attended=batch.packing.num_attended,
+            num_input_attended=sum(item.num_attended for item in batch.items),
+            num_picture_tokens=0 if tower is None else tower.num_tokens - num_seen,
+            loss=0.0,
+            metrics=metrics,
         )
-        self.row_facts |= row_facts(batch, rows)
+        self.unread.append((batch, rows.detached(), loss.detach() / scale.dp_size, facts))
+
+    def _read(self) -> None:
+        """Copy results to the host after a pass: between two micro-batches it would wait for the GPU."""
+        for batch, rows, loss, facts in self.unread:
+            self.micro_facts.append(replace(facts, loss=float(loss)))
+            self.row_facts |= row_facts(batch, rows)
+        self.unread.clear()
 
     def _loss_rows(self, batch: MicroBatch, scores: TokenScores) -> LossRows:
         device, width = scores.log_probs.device, batch.mask.shape[1]
         old = scores.log_probs.detach()
         if self.old:
-            old = stack_rows([self.old[item.row].log_probs for item in batch.items], width).to(device)
+            old = moved(stack_rows([self.old[item.row].log_probs for item in batch.items], width), device)
         frozen = {
-            name: stack_rows([found[item.row] for item in batch.items], width).to(device)
+            name: moved(stack_rows([found[item.row] for item in batch.items], width), device)
             for name, found in self.frozen.items()
         }
-        mask, advantages = torch.from_numpy(batch.mask).to(device), advantages_of(batch).to(device)
+        mask, advantages = moved(batch.mask, device), moved(advantages_of(batch), device)
         section, teacher_kl = self.config.distillation, None
         if section.needs_logits:
             teacher_kl = scores.teacher_kl
@@ -427,7 +434,7 @@ class _Step:
         return LossRows(
             log_probs=scores.log_probs,
             old_log_probs=old,
-            rollout_log_probs=rollout_log_probs_of(batch).to(device),
+            rollout_log_probs=moved(rollout_log_probs_of(batch), device),
             advantages=advantages,
             mask=mask,
             entropy=scores.entropy,

@@ -45,14 +45,12 @@ async def sample(engine: VllmEngine, group: int, count: int, max_tokens: int = 2
     )
 
 
-async def test_vllms_own_counters_make_the_limit_back_off_and_every_request_is_served(engine: VllmEngine) -> None:
-    # 24 completions of up to 4 blocks want far more than 20 blocks; the limit begins at 16.
+async def test_every_request_is_served_by_a_cache_that_is_too_small(engine: VllmEngine) -> None:
+    # 24 completions of up to 4 blocks want far more than 20 blocks.
     completions = await sample(engine, 0, 24, max_tokens=110)
 
     load = engine.load()
     assert load["preempted"] > 0
-    assert load["back_offs"] >= 1
-    assert load["concurrency_limit"] < 16
     assert load["gate_waiting"] == 0
     assert all(c.finish_reason == "stop" or c.token_ids.size == 110 for c in completions)
     assert all(c.log_probs.size == c.token_ids.size for c in completions)

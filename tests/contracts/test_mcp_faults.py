@@ -38,7 +38,7 @@ async def test_a_run_that_the_way_breaks_is_no_verdict(fault: str, is_stateful: 
         sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=60)
         stub.faults.next("post", fault)
         try:
-            result = await sandbox.run_code("print('honest')", timeout_s=2, stateful=is_stateful)
+            result = await sandbox.run_code("print('honest')", timeout_s=20, stateful=is_stateful)
         except SandboxConfigError as error:
             pytest.fail(f"the service failed and the configuration was blamed: {error}")
         except SandboxError:
@@ -55,18 +55,18 @@ async def test_a_tool_that_fails_is_no_verdict(fault: str) -> None:
         stub.faults.next("run_command", fault)
         if fault == "500":
             with pytest.raises(SandboxError, match="injected"):
-                await sandbox.run_code("print('honest')", timeout_s=5)
+                await sandbox.run_code("print('honest')", timeout_s=20)
         else:
-            assert (await sandbox.run_code("print('honest')", timeout_s=5)).stdout == "honest\n"
+            assert (await sandbox.run_code("print('honest')", timeout_s=20)).stdout == "honest\n"
 
 
 async def test_a_sandbox_that_dies_while_code_runs_is_gone() -> None:
     async with opened() as (provider, stub):
         sandbox = await provider.create(SPEC, labels={}, ttl_s=300, timeout_s=60)
-        await sandbox.run_code("print(1)", timeout_s=5)
+        await sandbox.run_code("print(1)", timeout_s=20)
         stub.faults.next("run_command", "die")
         with pytest.raises(SandboxGoneError):
-            await sandbox.run_code("print('honest')", timeout_s=5)
+            await sandbox.run_code("print('honest')", timeout_s=20)
         assert not await sandbox.alive()
 
 
@@ -123,8 +123,8 @@ async def test_the_tools_get_the_arguments_that_their_servers_name() -> None:
     """run_command {cmd}, run_code {code, language}: PR 165 of OpenKruise's sandbox-manager."""
     async with opened() as (provider, stub):
         sandbox = await provider.create(SandboxSpec(env=(("MODE", "x"),)), labels={}, ttl_s=300, timeout_s=60)
-        await sandbox.run_code("print(1)", timeout_s=5)
-        seen = await sandbox.run_code("import os; print(os.environ['MODE'])", timeout_s=5, stateful=True)
+        await sandbox.run_code("print(1)", timeout_s=20)
+        seen = await sandbox.run_code("import os; print(os.environ['MODE'])", timeout_s=20, stateful=True)
         assert seen.stdout == "x\n", "the spec's environment reaches stateful code as well"
     kinds = {tool: frozenset(arguments) for tool, arguments in stub.calls}
     assert kinds == {"run_command": {"cmd"}, "run_code": {"code", "language"}}

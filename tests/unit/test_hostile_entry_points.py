@@ -182,13 +182,6 @@ PROGRAMS = (
     body(code="1", language="x" * 1_000_000, fetch_files=["x" * 600]),
     body(code=HALF, run_timeout=1e400, memory_limit_MB=10**30),
 )
-SUBMISSIONS = (
-    *JSON_BOMBS,
-    body(completion="```python\n" * 300_000, config={"provided_data": {"inputs": [""], "outputs": [""]}}),
-    body(completion="print(1)", config={"provided_data": {"test": "[" * 500_000}}),
-    body(completion="print(1)", config={"provided_data": [{"id": HALF}] * 100_000}, id=3),
-    body(completion="1", config={"dataset_type": "MBPPDataset", "provided_data": {"test": ["assert f(1)" * 9999]}}),
-)
 QUERIES = (
     "",
     "?q=" + "(a%2B)%2B" * 500,
@@ -208,8 +201,6 @@ BODIES: dict[str, dict[str, Sequence[bytes | str]]] = {
     "sandbox service": {
         "/mcp": JSON_BOMBS,
         "/run_code": PROGRAMS,
-        "/submit": SUBMISSIONS,
-        "/v1/ping": QUERIES,
         "/health": QUERIES,
     },
     "view": {

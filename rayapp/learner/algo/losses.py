@@ -8,7 +8,7 @@ the same loss of all rows and keeps d loss / d log-prob, with which the backward
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -59,6 +59,10 @@ class LossRows:
     entropy: Tensor | None = None  # (B, T), with gradient if there is an entropy bonus
     ref_log_probs: Tensor | None = None  # (B, T)
     teacher_kl: Tensor | None = None  # (B, T), with gradient if it covers more than the sampled token
+
+    def detached(self) -> LossRows:
+        entropy, kl = (None if each is None else each.detach() for each in (self.entropy, self.teacher_kl))
+        return replace(self, log_probs=self.log_probs.detach(), entropy=entropy, teacher_kl=kl)
 
 
 def policy_loss(rows: LossRows, algorithm: AlgorithmSection, actor_config: Any, scale: LossScale) -> LossResult:

@@ -99,6 +99,9 @@ class _Play:
             if is_last:
                 return RolloutStatus.MAX_TURNS
             suffix, media = await self._suffix(completion, records)
+            pictures = self.loop.pictures
+            if pictures is not None and pictures.token_id in completion.token_ids:
+                return RolloutStatus.TRUNCATED  # vLLM would take the policy's placeholder for a picture, and fail
             if self._left() <= len(suffix) or len(self._shown) > MOST_PICTURES:
                 # Don't append results that leave no room for another turn: the policy could not answer them.
                 return RolloutStatus.TRUNCATED

@@ -11,7 +11,6 @@ import math
 import re
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
@@ -21,7 +20,6 @@ from rayapp.core.types import FinishReason
 from rayapp.storage.media import IMAGE_PART
 from rayapp.tools.base import ToolSchema
 
-_PER_MESSAGE = 500  # bytes of a kept message without its texts
 Key = tuple[object, ...]  # messages with equal keys count as the same
 Shown = tuple[str, bytes]  # SHA-256 and encoded bytes of a picture
 
@@ -109,9 +107,6 @@ class Ask:
     is_stream: bool = False
     wants_usage: bool = True  # a stream has to end with token counts
     wants_thoughts: bool = False  # as separate blocks (Anthropic's API)
-    # Id of the reply that this call continues; empty if it has the whole conversation (Responses API).
-    previous: str = ""
-    may_be_named: bool = False  # a later call may continue by this reply's id (Responses API)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,28 +168,6 @@ class Found:
     after: int = -1  # token that the call continues from; -1 for a new conversation
     turn: int | None = None  # that the call continues from; None with an `after`: the same prompt was sent before
     num_messages: int = 0  # of the call, in this part
-
-
-class Replies:
-    """Recent conversations, each up to and including a reply, by the reply's id; the oldest are dropped beyond
-    `max_chars` (a conversation counts once for each of its replies)."""
-
-    def __init__(self, max_chars: int = 64 << 20) -> None:
-        self._max_chars = max_chars
-        self._kept: OrderedDict[str, tuple[tuple[Said, ...], int]] = OrderedDict()
-        self._num_chars = 0
-
-    def add(self, reply_id: str, messages: tuple[Said, ...]) -> None:
-        size = sum(_PER_MESSAGE + len(said.text) + sum(len(call.arguments) for call in said.calls) for said in messages)
-        size += sum(len(encoded) for _, encoded in pictures_of(messages))
-        self._kept[reply_id] = messages, size
-        self._num_chars += size
-        while self._num_chars > self._max_chars:
-            _, (_, dropped) = self._kept.popitem(last=False)
-            self._num_chars -= dropped
-
-    def get(self, reply_id: str) -> tuple[Said, ...] | None:
-        return self._kept[reply_id][0] if reply_id in self._kept else None
 
 
 class Conversations:

@@ -58,6 +58,8 @@ class OpenAIResponses:
         shape = body.get("text") or {}
         if not isinstance(shape, dict):
             raise refuse(f"the field text must be an object with the field format, not {shape!r:.40}")
+        if body.get("previous_response_id"):
+            raise refuse("previous_response_id is not supported: send the whole conversation as `input`")
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else objects(given, "input")
         instructions = text(body.get("instructions"), "instructions")
@@ -79,8 +81,6 @@ class OpenAIResponses:
             reads_calls=body.get("tool_choice") != "none",
             several_calls=several,
             is_stream=bool(body.get("stream")),
-            previous=text(body.get("previous_response_id"), "previous_response_id").removeprefix("resp_"),
-            may_be_named=flag(body.get("store"), "store", default=True),
             not_followed=(*others, *(["text.verbosity"] if shape.get("verbosity") else [])),
             echoed={name: body[name] for name in _ECHOED if body.get(name) is not None},
         )
@@ -278,7 +278,7 @@ def _response(begun: Begun, ask: Ask, items: list[dict[str, Any]], reply: Reply 
         "metadata": {},
         "output": items,
         "parallel_tool_calls": True,
-        "previous_response_id": f"resp_{ask.previous}" if ask.previous else None,
+        "previous_response_id": None,
         "temperature": None,
         "tool_choice": "auto",
         "tools": [],

@@ -30,7 +30,6 @@ from rayapp.rollout.gateway.conversation import (
     Found,
     Key,
     RefusedError,
-    Replies,
     Reply,
     Said,
     in_order,
@@ -82,7 +81,6 @@ class Session:
     tree: Recorder = field(default_factory=Recorder)
     is_over: bool = False
     limit: Literal["", "turns", "tokens"] = ""  # by which the last call was refused or its answer was cut
-    replies: Replies = field(default_factory=Replies)  # continued by a reply's id (Responses API)
     # Treatment of calls that name a model other than MODEL; see `agent.external.models`.
     other_models: Literal["train", "untrained", "refuse"] = "train"
     forwarder: Forwarder | None = None  # answers calls under other models' names
@@ -223,7 +221,7 @@ class Session:
         )  # fmt: skip
 
     async def _asked(self, ask: Ask, live: Live | None) -> Reply:
-        messages = self._messages(ask)
+        messages = in_order(ask.messages)
         self._check(ask, messages)
         wanted = await self._wanted(ask, messages)
         num_prompt_tokens = len(wanted.prompt_ids)
@@ -235,17 +233,14 @@ class Session:
         begun = Begun(num_prompt_tokens=num_prompt_tokens, num_cached_tokens=num_cached, model=ask.model)
         if live is not None:
             live.begun = begun
-        reply = Reply.of(begun, await self._sampled(ask, messages, wanted, live))
-        if ask.may_be_named:
-            self.replies.add(reply.id, (*messages, reply.choices[0].said))
-        return reply
+        return Reply.of(begun, await self._sampled(ask, messages, wanted, live))
 
     async def count(self, ask: Ask) -> int:
         """Return the number of tokens in the prompt of a call. Nothing is sampled or recorded."""
         if self._is_side(ask):
             return await self._side(self.request_id).count(ask)
         self._check_open()
-        return len((await self._wanted(ask, self._messages(ask))).prompt_ids)
+        return len((await self._wanted(ask, in_order(ask.messages))).prompt_ids)
 
     def fail(self, error: BaseException) -> None:
         """Put an error into `trouble`, so that `ExternalAgent` ends the trajectory."""
@@ -280,21 +275,6 @@ class Session:
         output = "\n".join([*([output] if output else []), *self.notes[:_MOST_NOTES]])
         played = self.tree.trajectory(status, failure, answer=answer, agent_output=output)
         return replace(played, agent_counts={name: float(count) for name, count in self.counts.items() if count})
-
-    def _messages(self, ask: Ask) -> tuple[Said, ...]:
-        if not ask.previous:
-            return in_order(ask.messages)
-        before = self.replies.get(ask.previous)
-        if before is None:
-            raise RefusedError(
-                "invalid",
-                f"previous_response_id {ask.previous!r:.60}: this server has no such reply. Send the whole "
-                "conversation as `input` instead",
-            )
-        # Leave out the previous call's instructions: instructions apply to one call.
-        own = ask.messages[:1] if ask.messages and ask.messages[0].role == "system" else ()
-        kept = before[1:] if before[0].role == "system" else before
-        return in_order((*own, *kept, *ask.messages[len(own) :]))
 
     def _check(self, ask: Ask, messages: Sequence[Said]) -> None:
         self._check_open()

@@ -154,9 +154,11 @@ def _open_one(path: Path) -> Iterator[RowGroup]:
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path) as file:
-        _check_schema(path, file.schema_arrow)
-        has_pictures, first_row = _has_pictures(file.metadata), 0
         name = (file.schema_arrow.metadata or {}).get(_NAME.encode(), str(path).encode()).decode()
+        _check_schema(name, file.schema_arrow)
+        if _has_values(file.metadata, ("videos",)):
+            raise InputError(f"{name}: its rows have videos, which rayapp doesn't read. Drop the column or these rows.")
+        has_pictures, first_row = _has_values(file.metadata, PICTURES), 0
         for index in range(file.metadata.num_row_groups):
             num_rows = file.metadata.row_group(index).num_rows
             yield RowGroup(
@@ -165,7 +167,7 @@ def _open_one(path: Path) -> Iterator[RowGroup]:
             first_row += num_rows
 
 
-def _check_schema(path: Path, schema: Any) -> None:
+def _check_schema(path: str, schema: Any) -> None:
     from pyarrow import types
 
     missing = [name for name in COLUMNS if name not in schema.names]
@@ -191,16 +193,12 @@ def _check_schema(path: Path, schema: Any) -> None:
             raise InputError(f"{path}: column extra_info.tools_kwargs must be a struct; it is {kind}")
 
 
-def _has_pictures(metadata: Any) -> bool:
+def _has_values(metadata: Any, columns: Sequence[str]) -> bool:
     groups = (metadata.row_group(index) for index in range(metadata.num_row_groups))
-    chunks = (group.column(column) for group in groups for column in range(group.num_columns))
-    return any(_has_values(chunk) for chunk in chunks if chunk.path_in_schema.partition(".")[0] in PICTURES)
-
-
-def _has_values(chunk: Any) -> bool:
+    chunks = [group.column(column) for group in groups for column in range(group.num_columns)]
+    found = [chunk for chunk in chunks if chunk.path_in_schema.partition(".")[0] in columns]
     # Parquet's statistics count an empty list as one null.
-    statistics = chunk.statistics
-    return statistics is None or statistics.null_count < chunk.num_values
+    return any(each.statistics is None or each.statistics.null_count < each.num_values for each in found)
 
 
 def is_text(kind: Any) -> bool:

@@ -26,7 +26,8 @@ from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import with_recomputation
 from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE
 from rayapp.learner.log_probs import compiled
-from rayapp.learner.policy import PolicyModel, check_compiler, keep_compiled, recompute, reduce_gradients
+from rayapp.learner.metrics import row_facts
+from rayapp.learner.policy import PolicyModel, check_compiler, keep_compiled, recompute, reduce_gradients, to_device
 from rayapp.rollout.recorder import Recorder
 from support import make
 from support.learners import learner_alone, save_llama, take_step, whole_weights
@@ -78,10 +79,17 @@ def gradient_of_step(config: Config, groups: list[Group]) -> dict[str, torch.Ten
     return {name.rpartition("model.")[2]: torch.from_numpy(before[name] - after[name]) for name in before}
 
 
-def test_one_gpu_reduces_gradients_once_a_step_with_the_bits_of_a_cpu(
+def test_one_gpu_reduces_gradients_and_reads_results_once_a_step_with_the_bits_of_a_cpu(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reduced: list[bool] = []
+    reduced, done = list[bool](), list[str]()
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            done.append(name)
+            return function(*args)
+
+        return call
 
     def as_on_gpu(model: PolicyModel, device: torch.device, *, is_last: bool) -> None:
         reduced.append(is_last and model.reduces_once)
@@ -90,9 +98,12 @@ def test_one_gpu_reduces_gradients_once_a_step_with_the_bits_of_a_cpu(
     config = make_config(tiny_model, max_tokens_per_microbatch=32)
     expected = gradient_of_step(config, make_groups(5))
     monkeypatch.setattr("rayapp.learner.step.reduce_gradients", as_on_gpu)
+    monkeypatch.setattr("rayapp.learner.step.row_facts", noted("read", row_facts))
+    monkeypatch.setattr("rayapp.learner.step.to_device", noted("compute", to_device))
     found = gradient_of_step(config, make_groups(5))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert reduced == [False, True]  # two micro-batches
+    assert done == ["compute", "compute", "read", "read"]  # reading waits for the GPU
 
 
 def test_with_deterministic_kernels_a_step_runs_and_asks_torch_cublas_and_nccl_for_them(

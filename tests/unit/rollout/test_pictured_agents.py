@@ -16,7 +16,7 @@ from PIL import Image
 
 from rayapp.config.sections import ModelSection
 from rayapp.core.http import TokenBucket
-from rayapp.core.types import Prompt, RequestId, Reward, SamplingParams, Trajectory
+from rayapp.core.types import Prompt, RequestId, Reward, RolloutStatus, SamplingParams, Trajectory
 from rayapp.extras.environments.agent import EpisodePlayer, EpisodeTool
 from rayapp.extras.environments.files import EnvironmentTask, TrlEnvironment
 from rayapp.extras.environments.openenv import _output as observed
@@ -114,6 +114,19 @@ async def test_a_tools_picture_is_read_after_its_text_and_kept_once_in_the_run_f
     assert {each.name for each in (tmp_path / PICTURES).iterdir()} == group.pictures.keys()
     (read,) = read_groups(file)
     assert [each.media for each in read.trajectories] == [each.media for each in group.trajectories]
+
+
+async def test_a_policy_that_samples_a_placeholder_keeps_its_trajectory_but_is_not_asked_again(
+    model: ModelSection,
+) -> None:
+    bench = Bench(model)
+    drawn = [*bench.tokenizer.encode(LOOK), load_pictures(model).token_id]
+    engine = make.engine(bench.tokenizer, lambda *_: drawn)
+
+    group, _ = await make.played(await bench.problem(), bench, engine)
+
+    (played,) = group.trajectories
+    assert (played.status, played.reward.value, len(engine.requests)) == (RolloutStatus.TRUNCATED, 1.0, 1)
 
 
 @pytest.mark.parametrize(("shown", "why"), [(RED[:60], "can't be decoded"), (bomb(), "pixels, more than")])

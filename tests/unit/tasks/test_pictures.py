@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,14 @@ def test_rows_with_unusable_pictures_are_left_out_and_counted_with_their_reasons
 def test_a_file_whose_pictures_are_all_unusable_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"have pictures that can't be used\. First: .*row 0"):
         opened(written(tmp_path, row(images=[stored(b"no")])), tmp_path)
+
+
+def test_rows_with_videos_are_refused_and_empty_lists_of_them_are_not(tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([row("What?", videos=list[str]()), row("And now?", videos=["a.mp4"])])
+    for rows, has_videos in ((table[:1], False), (table, True)):
+        pq.write_table(rows, tmp_path / "rows.parquet")
+        with pytest.raises(InputError, match=r"rows\.parquet: its rows have videos") if has_videos else nullcontext():
+            opened(tmp_path / "rows.parquet", tmp_path)
 
 
 def test_a_prompt_is_never_cut_inside_a_picture(tmp_path: Path) -> None:

@@ -169,20 +169,6 @@ async def test_anthropics_blocks_and_results_of_tools_have_pictures(serve: Any) 
         assert count.input_tokens == len(served.engine.requests[0][1])
 
 
-async def test_openais_responses_go_on_by_id_after_a_picture(serve: Any) -> None:
-    def part(encoded: bytes) -> Any:
-        return {"type": "input_image", "image_url": data_uri(encoded), "detail": "auto"}
-
-    asked: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Which?"}, part(RED)]}]
-    async with serve("red", "blue") as served, served.openai() as client:
-        first = await client.responses.create(model="any", input=asked)
-        then: Any = [{"type": "function_call_output", "call_id": "c", "output": [part(BLUE)]}]
-        await client.responses.create(model="any", input=then, previous_response_id=first.id)
-
-        assert served.shown(1) == [RED, BLUE]
-        assert served.session.tree.forks == []
-
-
 URL = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 REFUSED: dict[str, tuple[Any, str]] = {
     "an address": ([URL], "nothing is fetched"),

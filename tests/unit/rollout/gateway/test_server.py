@@ -129,9 +129,10 @@ async def test_openais_responses_have_tools_and_go_on_by_items_or_by_id(serve: A
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "A"}  # type: ignore[union-attr]
         items: Any = [*HI, *first.output, result]
         second = await client.responses.create(model="m", instructions="Be brief.", input=items, tools=[tool])
-        third = await client.responses.create(
-            model="m", instructions="Be brief.", input="more", tools=[tool], previous_response_id=second.id
-        )
+        items += [*second.output, {"role": "user", "content": "more"}]
+        third = await client.responses.create(model="m", instructions="Be brief.", input=items, tools=[tool])
+        with pytest.raises(openai.BadRequestError, match="send the whole conversation as `input`"):
+            await client.responses.create(model="m", input="more", previous_response_id=third.id)
 
         assert [item.type for item in first.output] == ["message", "function_call"]
         assert (first.output_text, second.output_text, third.output_text) == ("let me", "done", "again")
