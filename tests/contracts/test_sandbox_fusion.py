@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -153,6 +154,21 @@ def test_a_client_that_hangs_up_gives_its_sandbox_back(url: str, way: str) -> No
         own = {**body, "id": 10 + number} if way == "mcp" else body
         with pytest.raises(requests.exceptions.ReadTimeout):
             requests.post(f"{url}{path}", json=own, headers=headers, timeout=2)
+
+    started = time.monotonic()
+    assert run_code(url, code="print(2)").run_result.stdout == "2\n"
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("more", ["GET /health HTTP/1.1\r\nHost: x\r\n\r\n", "{request}", "x" * 200_000])
+def test_a_client_that_hangs_up_behind_further_requests_gives_its_sandbox_back(url: str, more: str) -> None:
+    host, _, port = url.removeprefix("http://").partition(":")
+    body = json.dumps({"code": "import time\ntime.sleep(50)", "language": "python", "run_timeout": 60})
+    request = f"POST /run_code HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+    for _ in range(3):  # the service has two sandboxes
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall((request + more.format(request=request)).encode())
+            time.sleep(0.5)
 
     started = time.monotonic()
     assert run_code(url, code="print(2)").run_result.stdout == "2\n"

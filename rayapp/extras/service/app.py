@@ -16,12 +16,14 @@ import socket
 from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
+import h11
 import uvicorn
 from mcp.server.mcpserver import MCPServer
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rayapp.config.sandbox import SandboxConfig
 from rayapp.core.errors import ConfigError
@@ -79,12 +81,23 @@ async def serving(
 def _uvicorn_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        http=_Connection,
         ws="none",
         log_level="warning",
         timeout_graceful_shutdown=2,
         timeout_keep_alive=30,
         limit_concurrency=_MAX_CONNECTIONS,
     )
+
+
+class _Connection(H11Protocol):
+    """A connection with one request at a time: behind a further one uvicorn would not notice that the client hangs up,
+    and the first one's code would keep its sandbox."""
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
+            self.transport.abort()
 
 
 class _Server(uvicorn.Server):
