@@ -112,6 +112,15 @@ async def test_code_that_forges_only_the_first_seconds_of_a_script_is_not_paid(
     assert (reward.valid, reward.value) == (True, 0.0), reward
 
 
+@pytest.mark.parametrize("path", ["a" * 300, "\ud800", "stats.py/x", "a/" * 3000 + "b"])
+async def test_a_file_that_cannot_be_spares_wrong_code_no_verdict(sandboxes: SandboxSource, path: str) -> None:
+    wrong = as_answer({"stats.py": "mean = median = None\n", path: "x"})
+
+    reward = await score(scripted("fix_median"), wrong, sandboxes)
+
+    assert (reward.valid, reward.value) == (True, 0.0), reward
+
+
 async def test_without_a_solution_only_code_that_passes_every_sentinel_is_said_to_forge(
     sandboxes: SandboxSource,
 ) -> None:
