@@ -52,8 +52,7 @@ def say_at_once(text: str) -> None:
 def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
     """Yield the config with its model replaced by a folder that holds only this config.json; unchanged for None."""
     if file is None:
-        with told_while_silent():
-            yield config
+        yield config
         return
     if not file.is_file():
         raise InputError(f"--model-config {str(file)!r}: there is no such file. Give a model's config.json.")
@@ -61,8 +60,7 @@ def with_model_config(config: Config, file: Path | None) -> Iterator[Config]:
 
     with tempfile.TemporaryDirectory(prefix="rayapp-model-") as folder:
         shutil.copyfile(file, Path(folder) / "config.json")
-        with told_while_silent():
-            yield with_values(config, model={"path": folder})
+        yield with_values(config, model={"path": folder})
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from rayapp.cli.arguments import (
     OptionalConfigFile,
     Overrides,
     loaded_config,
+    told_while_silent,
     with_model_config,
 )
 from rayapp.cli.machine import GIB, Finding, free_shared_memory, gpu_names, installed, machine, sandbox_finding
@@ -385,13 +386,13 @@ def doctor(
         from rayapp.cli.values import misfits
 
         named = loaded_config(config, overrides)
-        with with_model_config(named, model_config) as local:
+        with with_model_config(named, model_config) as local, told_while_silent():
             found = list(misfits(named, values, local=local))
         typer.echo("\n".join(found) or f"{named.run.name} fits the values")
         raise typer.Exit(EXIT_FAILED if found else 0)
     if config is None:
         raise typer.Exit(EXIT_FAILED if doctor_command(None) else 0)
-    with with_model_config(loaded_config(config, overrides), model_config) as loaded:
+    with with_model_config(loaded_config(config, overrides), model_config) as loaded, told_while_silent():
         failed = doctor_command(loaded, has_weights=model_config is None)
 
     raise typer.Exit(EXIT_FAILED if failed else 0)

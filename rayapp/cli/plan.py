@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rayapp.cli.arguments import ConfigFile, ModelConfig, Overrides, with_model_config
+from rayapp.cli.arguments import ConfigFile, ModelConfig, Overrides, told_while_silent, with_model_config
 from rayapp.config.bundles import CAPABILITIES, bundles_of, gpu_arithmetic, gpu_problems, num_gpus_of
 from rayapp.config.config import Config, explain_number_formats
 from rayapp.core.errors import EXIT_FAILED, InputError
@@ -188,7 +188,7 @@ def plan(
     """Print a step's GPU memory by phase, its time and cost. Exits with 1 if the config does not fit."""
     from rayapp.config.loading import load_config
 
-    with with_model_config(load_config(config, overrides or []), model_config) as loaded:
+    with with_model_config(load_config(config, overrides or []), model_config) as loaded, told_while_silent():
         kind = gpu_called(gpu) if gpu else None if loaded.cluster.device == "cpu" else gpu_here()
         if kind is None and loaded.cluster.device == "gpu":
             raise InputError(f"this machine has no GPU to plan for: name a kind of GPU with --gpu {'|'.join(GPUS)}")
