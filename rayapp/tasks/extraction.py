@@ -23,7 +23,7 @@ from markdown_it import MarkdownIt
 from rayapp.core.syntax import answer_of, parse
 
 _PYTHON_LANGUAGES = frozenset({"python", "py", "pycon", "ipython", "cpython", "python_code", "tool_code"})
-_NO_LANGUAGE = frozenset({"text", "txt", "plaintext", "plain", "none", "code", "solution"})
+_NO_LANGUAGE = frozenset({"", "text", "txt", "plaintext", "plain", "none", "code", "solution"})
 _LANGUAGE = re.compile(r"(?:\{code[\w-]*\}\s*|[{.]|lang(?:uage)?[-=:])*([\w+#-]*?)[\d-]*(?![\w+#-])", re.IGNORECASE)
 # A fence behind prose or code, or before a tag: models write it, CommonMark knows none.
 _GLUED = re.compile(
@@ -98,7 +98,7 @@ def marked_block(completion: str, languages: frozenset[str]) -> str:
     text = _answer(completion)
     blocks = [(language, body) for language, body in _blocks(text) if body.strip()]
     marked = [body for language, body in blocks if language in languages]
-    unmarked = [body for language, body in blocks if not language or language in _NO_LANGUAGE]
+    unmarked = [body for language, body in blocks if language in _NO_LANGUAGE]
     unmarked = [body for body in unmarked if _num_code_marks(body)] or unmarked
     found = marked or unmarked
     above = textwrap.dedent(_before_fences(text)).strip()
@@ -216,7 +216,7 @@ def _fenced_blocks(text: str, *, only_marked: bool = False) -> list[str]:
     return [
         body
         for language, body in _blocks(text)
-        if language in _PYTHON_LANGUAGES or (not only_marked and (not language or language in _NO_LANGUAGE))
+        if language in _PYTHON_LANGUAGES or (not only_marked and language in _NO_LANGUAGE)
     ]
 
 
@@ -282,7 +282,7 @@ def _language(info: str) -> str:
 
 
 def _may_be_python(language: str) -> bool:
-    return not language or language in _PYTHON_LANGUAGES | _NO_LANGUAGE
+    return language in _PYTHON_LANGUAGES | _NO_LANGUAGE
 
 
 def _end_after_strings(lines: Sequence[str], first: int) -> int | None:
