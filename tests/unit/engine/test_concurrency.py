@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 from rayapp.engine.admission import Gate
 
 
-async def test_nothing_starts_while_the_cache_is_almost_full_unless_nothing_runs() -> None:
-    gate, started = Gate(100), []
+async def _pass(gate: Gate, group: int, passed: list[int]) -> None:
+    async with gate.enter((group,)):
+        passed.append(group)
+        await asyncio.sleep(0.01)
 
-    async def one(group: int) -> None:
-        async with gate.enter((group,)):
-            started.append(group)
-            await asyncio.sleep(0.01)
+
+async def test_nothing_starts_while_the_cache_is_almost_full_unless_nothing_runs() -> None:
+    gate, started = Gate(100), list[int]()
 
     gate.observe(0.97)
-    tasks = [asyncio.create_task(one(group)) for group in range(3)]
+    tasks = [asyncio.create_task(_pass(gate, group, started)) for group in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert started == [0]
@@ -29,15 +30,10 @@ async def test_nothing_starts_while_the_cache_is_almost_full_unless_nothing_runs
 
 
 async def test_the_oldest_group_passes_first() -> None:
-    gate, passed = Gate(1), []
-
-    async def one(group: int) -> None:
-        async with gate.enter((group,)):
-            passed.append(group)
-            await asyncio.sleep(0)
+    gate, passed = Gate(1), list[int]()
 
     async with gate.enter((0,)):
-        waiting = [asyncio.create_task(one(group)) for group in (9, 3, 7)]
+        waiting = [asyncio.create_task(_pass(gate, group, passed)) for group in (9, 3, 7)]
         await asyncio.sleep(0)
         assert gate.num_waiting == 3
     await asyncio.gather(*waiting)
