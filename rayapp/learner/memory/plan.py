@@ -315,9 +315,9 @@ def least_recomputed(shape: ModelShape, config: Config, gpu_bytes: int) -> int:
     return next(filter(fits, range(shape.num_layers)), shape.num_layers)
 
 
-def longest_part(learner: LearnerSection, max_learner_tokens: int) -> int:
+def longest_part(learner: LearnerSection, max_model_tokens: int) -> int:
     """Return the tokens of the longest trajectory that one learner computes."""
-    return -(-max_learner_tokens // learner.sequence_parallel)
+    return -(-max_model_tokens // learner.sequence_parallel)
 
 
 def kept_bytes(shape: ModelShape, learner: LearnerSection) -> int:
