@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rayapp.core.errors import LearnerError
+from rayapp.learner.device import moved
 from rayapp.learner.families.flex import (
     Block,
     MaskRule,
@@ -150,12 +151,6 @@ def varlen_plan(packing: Packing, device: torch.device) -> VarlenLayout:
 
 def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
     return moved(np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32), device)
-
-
-def moved(values: Any, device: torch.device) -> Tensor:
-    """Return an array or a tensor on the device. A copy to a GPU does not wait for the work that is queued there."""
-    tensor = torch.as_tensor(values)
-    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLayout, rule: MaskRule) -> Tensor:

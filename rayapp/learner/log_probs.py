@@ -19,6 +19,7 @@ from rayapp.config.learner import CPU_SOFTMAX_ROWS, GPU_SOFTMAX_ROWS
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.types import AllowedTokens, Int32Array
 from rayapp.learner.algo.distillation import kl, kl_gradient
+from rayapp.learner.device import moved
 from rayapp.learner.packing import Int64Array
 
 _NOT_ALLOWED = -1e30  # of a token that a form does not allow: probability 0, and finite in sums
@@ -37,7 +38,7 @@ class Masks:
         rows = np.flatnonzero(chosen >= 0)
         if not rows.size:
             return scaled
-        index, words = (torch.from_numpy(each).to(scaled.device) for each in (rows, chosen[rows].astype(np.int64)))
+        index, words = (moved(each, scaled.device) for each in (rows, chosen[rows].astype(np.int64)))
         bits = self.words[words, :, None] >> torch.arange(32, device=scaled.device, dtype=torch.int32) & 1
         is_allowed = bits.flatten(1)[:, : scaled.shape[1]].bool()
         # Don't change them in place: in float32 the scaled logits may be the logits themselves.
@@ -45,7 +46,7 @@ class Masks:
 
 
 def masks_on(device: torch.device, allowed: AllowedTokens) -> Masks:
-    return Masks(words=torch.from_numpy(np.array(allowed.masks)).to(device), mask_of=allowed.mask_of)
+    return Masks(words=moved(np.array(allowed.masks), device), mask_of=allowed.mask_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

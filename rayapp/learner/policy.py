@@ -37,8 +37,9 @@ from rayapp.config.learner import LearnerSection, OptimizerSection
 from rayapp.config.other_models import DistillationSection
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError, LearnerError
-from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, moved, plan_attention, register_attention
+from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
+from rayapp.learner.device import moved
 from rayapp.learner.distributed import EXPERT_RANKS, whole
 from rayapp.learner.families.experts import check_expert_parallel, is_split, split_experts
 from rayapp.learner.families.pictures import (

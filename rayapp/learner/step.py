@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,6 @@ from rayapp.learner.algo.losses import (
     mean_weight,
     policy_loss,
 )
-from rayapp.learner.attention import moved
 from rayapp.learner.batch import (
     MicroBatch,
     RowScores,
@@ -45,6 +45,7 @@ from rayapp.learner.batch import (
     scores_by_row,
     stack_rows,
 )
+from rayapp.learner.device import moved
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.pictures import PictureReader, reading, split_items
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
@@ -217,7 +218,8 @@ class _Step:
         self.watch = stopwatch(learner.ranks.device)
         self.micro_facts: list[MicroBatchFacts] = []
         self.row_facts: dict[int, RowFacts] = {}
-        self.unread: list[tuple[MicroBatch, LossRows, Tensor, MicroBatchFacts]] = []  # of the present pass
+        # Results of this pass, with a function that makes a micro-batch's facts from its loss.
+        self.unread: list[tuple[MicroBatch, LossRows, Tensor, Callable[..., MicroBatchFacts]]] = []
         self.old: dict[int, RowScores] = {}
         # Log-probs (R,) of the sampled tokens, by model (or teacher) and row.
         self.frozen: dict[str, dict[int, FloatArray]] = {}
@@ -395,7 +397,8 @@ class _Step:
             loss, metrics = coupled.surrogate(rows.log_probs, [item.row for item in batch.items]), {}
         loss = self._regularised(loss, rows, scale)
         loss.backward()  # type: ignore[no-untyped-call]
-        facts = MicroBatchFacts(
+        facts = partial(
+            MicroBatchFacts,
             num_computed_tokens=batch.packing.num_tokens,
             num_input_tokens=sum(item.num_inputs for item in batch.items),
             num_trained_tokens=batch.num_trained_tokens,
@@ -403,7 +406,6 @@ class _Step:
             num_attended=batch.packing.num_attended,
             num_input_attended=sum(item.num_attended for item in batch.items),
             num_picture_tokens=0 if tower is None else tower.num_tokens - num_seen,
-            loss=0.0,
             metrics=metrics,
         )
         self.unread.append((batch, rows.detached(), loss.detach() / scale.dp_size, facts))
@@ -411,7 +413,7 @@ class _Step:
     def _read(self) -> None:
         """Copy results to the host after a pass: between two micro-batches it would wait for the GPU."""
         for batch, rows, loss, facts in self.unread:
-            self.micro_facts.append(replace(facts, loss=float(loss)))
+            self.micro_facts.append(facts(loss=float(loss)))
             self.row_facts |= row_facts(batch, rows)
         self.unread.clear()
 

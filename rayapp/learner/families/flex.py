@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rayapp.learner.device import moved
 from rayapp.learner.packing import Packing, Segment
 
 MAX_ROWS = 256  # of a block under a window: with more, most columns would be visible to few rows
@@ -142,7 +143,7 @@ def tree_mask(packing: Packing, device: torch.device) -> TreeMask:
     ends = np.empty(packing.num_tokens, np.int64)
     for segment in packing.segments:
         ends[segment.start : segment.end] = segment.subtree_end
-    return TreeMask(ends=torch.from_numpy(ends).to(device), positions=torch.from_numpy(packing.position_ids).to(device))
+    return TreeMask(ends=moved(ends, device), positions=moved(packing.position_ids, device))
 
 
 def flex_tree_attention(

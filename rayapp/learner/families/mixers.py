@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rayapp.core.errors import LearnerError
+from rayapp.learner.device import moved
 from rayapp.learner.packing import Segment, segment_paths
 
 MAX_PADDING = 2  # rows computed together are at most this many times as long as the shortest
@@ -42,8 +43,8 @@ class Borders:
             return
         rows, place = lay_out(paths_of(segments))
         self._segments = segments
-        self._rows = [torch.from_numpy(index).to(device) for index in rows]
-        self._place = torch.from_numpy(place).to(device)
+        self._rows = [moved(index, device) for index in rows]
+        self._place = moved(place, device)
 
     def apply(self, mixer: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
         """Run a mixer sequence by sequence: (1, N, H) -> (1, N, H')."""

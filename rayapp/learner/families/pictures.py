@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from rayapp.core.errors import LearnerError
 from rayapp.learner.batch import Inputs, MicroBatch, PackedPictures, TrainItem, split
+from rayapp.learner.device import moved
 from rayapp.learner.packing import Int64Array
 from rayapp.storage.models.families import PICTURE_FAMILIES
 
@@ -216,8 +217,8 @@ def reading(
 
 def on_device(pictures: PackedPictures, device: torch.device) -> DevicePictures:
     places = np.flatnonzero(pictures.rows >= 0)
-    rows = torch.from_numpy(pictures.rows[places])
-    return DevicePictures(inputs=pictures.inputs, places=torch.from_numpy(places).to(device), rows=rows.to(device))
+    rows = moved(pictures.rows[places], device)
+    return DevicePictures(inputs=pictures.inputs, places=moved(places, device), rows=rows)
 
 
 class Tower:
@@ -266,7 +267,7 @@ class Tower:
         if sha256 in self._kept:
             return self._kept[sha256]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._is_frozen):
-            found = self._causal_lm.get_image_features(**{name: tensor.to(device) for name, tensor in inputs.items()})
+            found = self._causal_lm.get_image_features(**{name: moved(each, device) for name, each in inputs.items()})
         features = torch.cat(tuple(found.pooler_output)), *(getattr(found, "deepstack_features", None) or ())
         self.num_tokens += len(features[0])
         if self._is_frozen:
