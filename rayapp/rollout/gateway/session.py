@@ -331,8 +331,8 @@ class Session:
         if pictures is not None and self.tree.has_text(found.after, pictures.token_id):
             raise RefusedError(
                 "tokens",
-                f"the policy wrote {pictures.placeholder}, which the engine would take for a picture: this conversation "
-                "can't continue",
+                f"the policy wrote {pictures.placeholder}, which the engine takes for a picture: no turn can follow in "
+                "this conversation",
             )
 
     def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:

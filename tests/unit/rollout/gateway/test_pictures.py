@@ -176,7 +176,7 @@ async def test_a_policy_that_samples_a_placeholder_keeps_its_trajectory_and_only
     async with serve([processor.token_id], "red") as served, served.openai() as client:
         reply = await client.chat.completions.create(model="any", messages=[first])
         history = [first, reply.choices[0].message, openais("Sure?")]
-        with pytest.raises(openai.BadRequestError, match="would take for a picture") as refused:
+        with pytest.raises(openai.BadRequestError, match="takes for a picture") as refused:
             await client.chat.completions.create(model="any", messages=history)
         ended = served.session.trajectory(failure="the agent's program ended with exit code 1")
         await client.chat.completions.create(model="any", messages=[openais("And this?", BLUE)])
