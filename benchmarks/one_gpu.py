@@ -24,6 +24,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def write_policy(folder: Path, shape: Mapping[str, int], *, on_gpu: bool, is_sha
     model, source = folder / "model", folder / "shape"
     Qwen3Config(
         **shape,
-        head_dim=max(16, shape["hidden_size"] // shape["num_attention_heads"]),
+        head_dim=max(32, shape["hidden_size"] // shape["num_attention_heads"]),
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -157,10 +158,12 @@ async def run_job(name: str, job: Job, config: Path, timeout_s: float) -> dict[s
             sys.executable, "-m", *command, stdout=out, stderr=out, cwd=ROOT, start_new_session=True
         )
         try:
-            async with asyncio.timeout(timeout_s):
-                await process.wait()
-        except TimeoutError:
-            await _end(process)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await process.wait()
+        finally:
+            if process.returncode is None:
+                await _end(process)
     seconds = time.monotonic() - started
     found: dict[str, Any] = {"exit_code": process.returncode, "seconds": round(seconds, 1)}
     if process.returncode:
