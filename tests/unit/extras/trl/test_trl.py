@@ -161,7 +161,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     for said in (
         "top_p", "fp16", "docs/judges.md", "reads_more needs trainer_state, log_extra,", "lora_dropout",
         "target_modules",
-        "callbacks", "rollout_func", "rewrd_funcs", "tools", "quantization_config can't be imported: overrides=['model.",
+        "callbacks", "rollout_func", "rewrd_funcs", "tools", "overrides=['model.quantization=nf4'] loads",
     ):  # fmt: skip
         assert said in str(caught.value)
     assert "processing_class" not in str(caught.value)
