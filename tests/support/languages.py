@@ -9,7 +9,8 @@ import pytest
 from rayapp.tasks.code.languages import Language, language_of
 
 SUM = {
-    "cpp": "#include <iostream>\nint main() { long long a, b; std::cin >> a >> b; std::cout << a + b << '\\n'; }",
+    "cpp": "#include <concepts>\n#include <iostream>\nint main() { long long a, b; std::cin >> a >> b; "
+    "std::integral auto sum = a + b; std::cout << sum << '\\n'; }",
     "c": '#include <stdio.h>\nint main(void) { long long a, b; scanf("%lld%lld", &a, &b); printf("%lld\\n", a + b); }',
     "java": "import java.util.*;\npublic class Sum { public static void main(String[] given) { Scanner in = new "
     "Scanner(System.in); System.out.println(in.nextLong() + in.nextLong()); } }",

@@ -194,7 +194,8 @@ def test_code_is_found_in_nested_and_in_indented_blocks(text: str) -> None:
     ("info", "is_python"),
     [("python", True), ("Python3", True), ("{.python}", True), ("python:main.py", True), ('py title="x"', True),
      ("python, runnable", True), ("{.cpp}", False), ("pythonic", False), ("c++", False), ("py3", True),
-     ("python-3", True), ("language-python", True), ("{code-cell} python", True), ("text", True), ("code", True)],
+     ("python-3", True), ("pypy3", True), ("main.py", True), ("file: src/main.py", True), ("main.cpp", False),
+     ("language-python", True), ("{code-cell} python", True), ("text", True), ("code", True)],
 )  # fmt: skip
 def test_the_language_of_a_block_is_read_in_many_forms(info: str, is_python: bool) -> None:
     assert (extract_code(f"```{info}\ndef f(x): 1\n```", "f") is not None) == is_python
@@ -215,7 +216,7 @@ def test_a_function_is_found_in_blocks_of_many_forms(text: str) -> None:
     ["```python\n{}```", "Here: ```python\n{}\n```", "<answer>```python\n{}\n```</answer>", "\ufeff```\n{}\n```",
      "<answer>\n{}\n</answer>", "So:\n<pre><code class='language-python'>{}\n</code></pre>\nDone.",
      "[PYTHON]\n{}\n[/PYTHON]", "```python\n```python\n{}\n```\n```", "```\n{}\n```\nOutput:\n```\n42, a\n```",
-     "Here it is.\n\n{}\n\nThis prints 42."],
+     "Here it is.\n\n{}\n\nThis prints 42.", "<pre>\n{}\n</pre>", "So:\n```\nPython\n{}\n```\nDone."],
 )  # fmt: skip
 def test_a_program_is_found_where_no_fence_of_commonmark_is(text: str) -> None:
     source = "def f(x):\n    return x &lt; 7" if "<code" in text else "def f(x):\n    return x < 7"
