@@ -205,11 +205,7 @@ def _files_nearby(path: Path) -> str:
     names = sorted({str(file) for folder in (Path("configs"), path.parent) for file in folder.glob("*.yaml")})
     if near := difflib.get_close_matches(str(path), names, n=1):
         return f"Did you mean {near[0]}?"
-    return (
-        f"The files here are {', '.join(names)}."
-        if names
-        else "Run this command in the folder that holds configs/."
-    )
+    return f"The files here are {', '.join(names)}." if names else "Run this command in the folder that holds configs/."
 
 
 def _parse_overrides(overrides: Sequence[str]) -> DictConfig:

@@ -25,7 +25,7 @@ from rayapp.core.syntax import answer_of, parse
 _PYTHON_LANGUAGES = frozenset({"python", "py", "pycon", "ipython", "cpython", "pypy", "python_code", "tool_code"})
 _NO_LANGUAGE = frozenset({"", "text", "txt", "plaintext", "plain", "none", "code", "solution"})
 _LANGUAGE = re.compile(r"(?:\{code[\w-]*\}\s*|[{.]|lang(?:uage)?[-=:])*([\w+#-]*?)[\d-]*(?![\w+#-])", re.IGNORECASE)
-_PYTHON_FILE = re.compile(r"(?:file(?:name)?\s*[:=]\s*)?[\w./-]+\.py")
+_FILE = re.compile(r"(?:file(?:name)?\s*[:=]\s*)?[\w./-]+\.([a-z]\w*)", re.IGNORECASE)  # e.g. `main.py`
 # A language on the line below its fence.
 _NAMED_INSIDE = re.compile(r"\A\s*(?:python3?|py)[ \t]*\n", re.IGNORECASE)
 # A fence behind prose or code, or before a tag: models write it, CommonMark knows none.
@@ -280,8 +280,8 @@ def _begins_with_fence(text: str) -> bool:
 
 def _language(info: str) -> str:
     # of `python`, `{.python}`, `python:main.py`, `main.py`, `python, runnable`, `{code-cell} python`, `py3`, `c++17`
-    found = _LANGUAGE.match(info.strip())
-    return "python" if _PYTHON_FILE.fullmatch(info.strip()) else found[1].lower() if found else ""
+    found = _FILE.fullmatch(info.strip()) or _LANGUAGE.match(info.strip())
+    return found[1].lower() if found else ""
 
 
 def _may_be_python(language: str) -> bool:

@@ -26,6 +26,7 @@ _PARTS = re.compile(
     r"[{}]|(\bpublic\s+(?:(?:final|abstract|strictfp|sealed)\s+)*)?\b(?:class|record|enum|interface)\s+"
     r"([^\W\d]\w{0,49})|\bvoid\s+main\s*\("
 )
+_PACKAGE = re.compile(r"\s*package\s+([\w.]+)\s*;")
 _MOST_JAVA_CHARS = 1 << 17
 _COMPILE = """
 command -v "$0" > /dev/null || exit 113
@@ -55,14 +56,14 @@ class Language:
     max_processes: int = 16
 
     def main_class(self, code: str) -> str:
-        """Return the public class, or else the one with the main method, after which Java's source file is named."""
+        """Return Java's public class, or else the one with the main method, with its package."""
         if "{}" not in self.file:
             return ""
         return _main_class(code[:_MOST_JAVA_CHARS])
 
     def compile_command(self, main_class: str) -> list[str]:
         """Return the compile step's command. It exits with 0, MISSING, or 1 and the first messages on stdout."""
-        words = [word.replace("{}", main_class) for word in self.compile]
+        words = [word.replace("{}", main_class.rpartition(".")[2]) for word in self.compile]
         program = next(word for word in words if "=" not in word and word != "env")
         return ["sh", "-c", _COMPILE, program, *words]
 
@@ -75,8 +76,14 @@ class Language:
 
 @functools.lru_cache(maxsize=8)
 def _main_class(code: str) -> str:
+    code = _TEXTS.sub(" ", code)
+    package = _PACKAGE.match(code)
+    return f"{package[1]}.{_type_of(code)}" if package else _type_of(code)
+
+
+def _type_of(code: str) -> str:
     depth, outer, main = 0, "Main", ""
-    for part in _PARTS.finditer(_TEXTS.sub(" ", code)):
+    for part in _PARTS.finditer(code):
         depth += {"{": 1, "}": -1}.get(part[0], 0)
         if part[2] and depth <= 0:
             outer = part[2]

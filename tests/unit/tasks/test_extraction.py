@@ -242,7 +242,7 @@ def test_a_program_may_lack_the_fence_that_opens_or_closes_it(text: str) -> None
 
 
 @pytest.mark.parametrize("text", ["{}\n```", "{}\n```\nDone.", "Here:\n```\n{}", "```cpp\n{}\n```",
-                                  "```cpp17\n{}```", "```text\n{}\n```",
+                                  "```cpp17\n{}```", "```src/main.cpp\n{}\n```", "```text\n{}\n```",
                                   "```\n{}\n```\nOutput:\n```\n42\n```"])  # fmt: skip
 def test_a_program_of_another_language_is_found_in_many_forms(text: str) -> None:
     source = "int main() { return 0; }"
