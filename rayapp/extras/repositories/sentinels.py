@@ -91,7 +91,8 @@ def _in_file(file: str, data: bytes, rng: random.Random) -> Iterator[Sentinel]:
         return
     lines = [0, *(place + 1 for place, byte in enumerate(data) if byte == 10)]
     for name, function in _tests_of(tree.body):
-        for node, wrong in _expectations(function.body, data, lines, rng):
+        text = partial(_text, data=data, lines=lines)
+        for node, wrong in _expectations(function.body, text, _values(tree, function), rng):
             start, end = _span(node, lines)
             yield Sentinel(file=file, test=name, start=start, end=end, wrong=wrong)
 
@@ -117,16 +118,46 @@ def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, 
 
 _Change = tuple[ast.expr, str]  # Node of a test, and the text that replaces it.
 _Text = partial[str]  # Function that returns the source text of a node.
+_Values = Mapping[str, Sequence[ast.expr]]
 
 
-def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], rng: random.Random) -> Iterator[_Change]:
-    text = partial(_text, data=data, lines=lines)
+def _values(tree: ast.Module, function: _Function) -> _Values:
+    """Return name -> the expressions of its values, for names that a test reads once: its parameters, loops' variables,
+    and names set in the test or the module. Code could read the right value from the name."""
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    loads = [node.id for node in names if isinstance(node.ctx, ast.Load)]
+    found: dict[str, list[ast.expr]] = {}
+    for node in (*tree.body, *ast.walk(function)):
+        match node:
+            case ast.Assign(targets=[target], value=value):
+                rows = [value]
+            case (
+                ast.For(target=target, iter=ast.List(elts=rows) | ast.Tuple(elts=rows))
+                | ast.Call(func=ast.Attribute(attr="parametrize"), args=[target, ast.List(elts=rows), *_])
+            ):
+                pass
+            case _:
+                continue
+        for name, each in (pair for row in rows for pair in _bound(target, row)):
+            found.setdefault(name, []).append(each)
+    is_set_once = {name for name in found if sum(each.id == name for each in names) - loads.count(name) < 2}
+    return {name: found[name] for name in is_set_once if loads.count(name) == 1}
+
+
+def _bound(target: ast.expr, row: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+    names = re.findall(r"\w+", " ".join(str(getattr(part, "id", getattr(part, "value", ""))) for part in parts))
+    values = row.elts if len(names) > 1 and isinstance(row, ast.Tuple | ast.List) else [row]
+    return zip(names, values, strict=False) if len(names) == len(values) else iter(())
+
+
+def _expectations(body: Sequence[ast.stmt], text: _Text, values: _Values, rng: random.Random) -> Iterator[_Change]:
     for node in body:
         match node:
             case ast.Assert(test=test):
-                yield from _of_assert(test, text, rng)
+                yield from _of_assert(test, text, values, rng)
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"))) as call):
-                yield from _of_method(call, text, rng)
+                yield from _of_method(call, text, values, rng)
             case ast.With(items=[ast.withitem(context_expr=ast.Call(func=func, args=[kind, *_]))]) if (
                 ast.unparse(func) in _RAISES
             ):
@@ -135,13 +166,13 @@ def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], r
                 ast.With(body=inside) | ast.AsyncWith(body=inside) | ast.For(body=inside) | ast.AsyncFor(body=inside)
                 | ast.Try(body=inside)
             ):  # fmt: skip
-                yield from _expectations(inside, data, lines, rng)
+                yield from _expectations(inside, text, values, rng)
 
 
-def _of_assert(test: ast.expr, text: _Text, rng: random.Random) -> Iterator[_Change]:
+def _of_assert(test: ast.expr, text: _Text, values: _Values, rng: random.Random) -> Iterator[_Change]:
     match test:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            yield from _wrong_side(left, right, text, rng)
+            yield from _wrong_side(left, right, text, values, rng)
         case _:
             yield _flipped(test, text)
 
@@ -163,32 +194,36 @@ def _in_brackets(node: ast.expr, text: str) -> str:
     return text if is_plain else f"({text})"
 
 
-def _of_method(call: ast.Call, text: _Text, rng: random.Random) -> Iterator[_Change]:
+def _of_method(call: ast.Call, text: _Text, values: _Values, rng: random.Random) -> Iterator[_Change]:
     assert isinstance(call.func, ast.Attribute)
     name = call.func.attr
     if name in _OPPOSITES:
         yield call.func, f"self.{_OPPOSITES[name]}"
     elif _EQUALS.fullmatch(name) and "Not" not in name and len(call.args) > 1:
-        yield from _wrong_side(call.args[0], call.args[1], text, rng)
+        yield from _wrong_side(call.args[0], call.args[1], text, values, rng)
     elif f"self.{name}" in _RAISES and len(call.args) > 1:
         yield call.args[0], _other_exception(ast.unparse(call.args[0]), rng)
 
 
-def _wrong_side(left: ast.expr, right: ast.expr, text: _Text, rng: random.Random) -> Iterator[_Change]:
-    """Yield a change to the literal side of a comparison. Without one, yield two of the right side: to a random number,
-    and to a value of the same type, for code that could tell a number from the value that it replaces."""
-    for side in (right, left):
-        if (found := _leaf(side, text, rng)) is not None:
-            yield found
+def _wrong_side(left: ast.expr, right: ast.expr, text: _Text, values: _Values, rng: random.Random) -> Iterator[_Change]:
+    """Yield a change to the literal side of a comparison, or to a literal that its name stands for. Without one, yield
+    two of the right side: to a random number, and to a value of the same type, which code can't know by its type."""
+    for side in map(_bare, (right, left)):
+        literals = values.get(side.id, ()) if isinstance(side, ast.Name) else [side]
+        if found := [change for each in literals if (change := _leaf(each, text, rng)) is not None]:
+            yield rng.choice(found)
             return
     yield right, str(rng.randint(1000, 99999))
     yield right, f"{_in_brackets(right, text(right))} * {rng.randint(2, 9)}"
 
 
+def _bare(node: ast.expr) -> ast.expr:
+    is_near = ast.unparse(node).startswith(("approx(", "pytest.approx("))
+    return node.args[0] if is_near and isinstance(node, ast.Call) and node.args else node
+
+
 def _leaf(node: ast.expr, text: _Text, rng: random.Random) -> _Change | None:
-    """Return a change to a constant in a literal or in `pytest.approx(literal)`; None for any other expression."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("approx") and node.args:
-        node = node.args[0]
+    """Return a change to a constant in a literal; None for any other expression."""
     try:
         ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
