@@ -242,11 +242,6 @@ def _reward(value: float, detail: str) -> Reward:
     )
 
 
-def gave_no_reward(found: Reward) -> Reward:
-    """Return 0 for code with which the script gave no reward, although it gives one without the code."""
-    return replace(_reward(0.0, found.detail), status=found.failure_kind)
-
-
 def forged(passed: Sequence[Sentinel]) -> Reward:
     """Return 0 for code that passed these sentinels, although right code fails them."""
     names = ", ".join(sorted({sentinel.name for sentinel in passed}))

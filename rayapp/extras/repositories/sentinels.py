@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rayapp.core.syntax import expression, parse
+from rayapp.core.syntax import expression, parse, values_of_names
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _RUNNERS = re.compile(r"\b(?:pytest|py\.test|unittest|nose2?)\b")
@@ -92,7 +92,7 @@ def _in_file(file: str, data: bytes, rng: random.Random) -> Iterator[Sentinel]:
     lines = [0, *(place + 1 for place, byte in enumerate(data) if byte == 10)]
     for name, function in _tests_of(tree.body):
         text = partial(_text, data=data, lines=lines)
-        for node, wrong in _expectations(function.body, text, _values(tree, function), rng):
+        for node, wrong in _expectations(function.body, text, values_of_names(tree, function), rng):
             start, end = _span(node, lines)
             yield Sentinel(file=file, test=name, start=start, end=end, wrong=wrong)
 
@@ -121,41 +121,13 @@ _Text = partial[str]  # Function that returns the source text of a node.
 _Values = Mapping[str, Sequence[ast.expr]]
 
 
-def _values(tree: ast.Module, function: _Function) -> _Values:
-    """Return name -> the expressions of its values, for names that a test reads once: its parameters, loops' variables,
-    and names set in the test or the module. Code could read the right value from the name."""
-    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
-    loads = [node.id for node in names if isinstance(node.ctx, ast.Load)]
-    found: dict[str, list[ast.expr]] = {}
-    for node in (*tree.body, *ast.walk(function)):
-        match node:
-            case ast.Assign(targets=[target], value=value):
-                rows = [value]
-            case (
-                ast.For(target=target, iter=ast.List(elts=rows) | ast.Tuple(elts=rows))
-                | ast.Call(func=ast.Attribute(attr="parametrize"), args=[target, ast.List(elts=rows), *_])
-            ):
-                pass
-            case _:
-                continue
-        for name, each in (pair for row in rows for pair in _bound(target, row)):
-            found.setdefault(name, []).append(each)
-    is_set_once = {name for name in found if sum(each.id == name for each in names) - loads.count(name) < 2}
-    return {name: found[name] for name in is_set_once if loads.count(name) == 1}
-
-
-def _bound(target: ast.expr, row: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
-    names = re.findall(r"\w+", " ".join(str(getattr(part, "id", getattr(part, "value", ""))) for part in parts))
-    values = row.elts if len(names) > 1 and isinstance(row, ast.Tuple | ast.List) else [row]
-    return zip(names, values, strict=False) if len(names) == len(values) else iter(())
-
-
 def _expectations(body: Sequence[ast.stmt], text: _Text, values: _Values, rng: random.Random) -> Iterator[_Change]:
     for node in body:
         match node:
+            case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
+                yield from _wrong_side(left, right, text, values, rng)
             case ast.Assert(test=test):
-                yield from _of_assert(test, text, values, rng)
+                yield _flipped(test, text)
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"))) as call):
                 yield from _of_method(call, text, values, rng)
             case ast.With(items=[ast.withitem(context_expr=ast.Call(func=func, args=[kind, *_]))]) if (
@@ -167,14 +139,6 @@ def _expectations(body: Sequence[ast.stmt], text: _Text, values: _Values, rng: r
                 | ast.Try(body=inside)
             ):  # fmt: skip
                 yield from _expectations(inside, text, values, rng)
-
-
-def _of_assert(test: ast.expr, text: _Text, values: _Values, rng: random.Random) -> Iterator[_Change]:
-    match test:
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            yield from _wrong_side(left, right, text, values, rng)
-        case _:
-            yield _flipped(test, text)
 
 
 def _flipped(test: ast.expr, text: _Text) -> _Change:
