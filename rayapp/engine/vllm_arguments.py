@@ -137,7 +137,6 @@ def vllm_args(config: Config) -> dict[str, Any]:
         "gpu_memory_utilization": _share_at_start(server, cache_bytes) if on_gpu else 0.85,  # only for GPUs
         "kv_cache_memory_bytes": cache_bytes,
         "max_num_seqs": server.max_num_seqs,
-        "scheduler_cls": "rayapp.engine.vllm_scheduler.make_scheduler",
         "max_num_batched_tokens": (server.gpu_batched_tokens if on_gpu else server.max_num_batched_tokens) or None,
         "enforce_eager": server.is_eager(on_gpu=on_gpu),
         "enable_prefix_caching": True,

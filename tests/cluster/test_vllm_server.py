@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,77 +116,6 @@ async def test_a_sync_through_the_store_is_one_message_to_the_workers_however_ma
     assert [found[0][0] > 3, found[1][0]] == [True, 1]
     # One message brings the workers a file that they map. The first pauses the engine, and it stays paused.
     assert [found[0][1:], found[1][1:]] == [["pause_scheduler", "collective_rpc"], ["collective_rpc"]]
-
-
-class _OneTokenEach:
-    """Stands for vLLM's scheduler: samples one token for each of two requests in every step."""
-
-    def __init__(self) -> None:
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.core.sched.interface import PauseState
-
-        whole, streamed = (
-            SimpleNamespace(output_kind=kind, stop=[])
-            for kind in (RequestOutputKind.FINAL_ONLY, RequestOutputKind.CUMULATIVE)
-        )
-        self.requests = {
-            name: SimpleNamespace(request_id=name, client_index=0, sampling_params=params)
-            for name, params in (("whole", whole), ("streamed", streamed))
-        }
-        self.pause_state = PauseState.UNPAUSED
-
-    def update_from_output(self, tokens: dict[str, int], is_last: bool) -> dict[int, Any]:
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-        from vllm.v1.outputs import LogprobsLists
-
-        outputs = [
-            EngineCoreOutput(
-                name,
-                [token],
-                new_logprobs=LogprobsLists(np.array([[token]]), np.array([[-0.5 * token]]), np.array([1])),
-                finish_reason=FinishReason.LENGTH if is_last else None,
-            )
-            for name, token in tokens.items()
-        ]
-        return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
-
-    def finish_requests(self, request_ids: str, finished_status: Any) -> list[Any]:
-        return [self.requests.pop(request_ids)]
-
-    def has_finished_requests(self) -> bool:
-        return False
-
-
-@pytest.mark.usefixtures("server")  # imports vLLM, which not each process that collects tests should
-async def test_whole_completions_leave_the_engine_core_in_parts_and_streamed_ones_token_by_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from vllm.v1.core.sched.interface import PauseState
-
-    from rayapp.engine import vllm_scheduler
-
-    now_s = 0.0
-    monkeypatch.setattr(vllm_scheduler, "time", SimpleNamespace(monotonic=lambda: now_s))
-    scheduler: Any = type("Parts", (vllm_scheduler._Parts, _OneTokenEach), {})()
-
-    def sent(tokens: dict[str, int], *, is_last: bool = False) -> dict[str, list[int]]:
-        outputs = [o for made in scheduler.update_from_output(tokens, is_last).values() for o in made.outputs]
-        for output in outputs:
-            assert output.new_logprobs.logprobs.ravel().tolist() == [-0.5 * token for token in output.new_token_ids]
-        return {output.request_id: output.new_token_ids for output in outputs}
-
-    assert [sent({"whole": n, "streamed": n}) for n in (1, 2)] == [{"streamed": [1]}, {"streamed": [2]}]
-    now_s = vllm_scheduler.EVERY_S
-    assert sent({"whole": 3}) == {"whole": [1, 2, 3]}
-    assert [sent({"whole": 4}), sent({"whole": 5}, is_last=True)] == [{}, {"whole": [4, 5]}]
-    assert [sent({"whole": 6}), scheduler.has_finished_requests()] == [{}, False]
-    scheduler.pause_state = PauseState.PAUSED_ALL  # the tokens of each version are counted now
-    assert [scheduler.has_finished_requests(), sent({})] == [True, {"whole": [6]}]
-    scheduler.pause_state = PauseState.UNPAUSED
-    assert sent({"whole": 7}) == {}
-    scheduler.finish_requests("whole", None)
-    now_s *= 3
-    assert sent({}) == {}  # nobody waits for the tokens of an aborted request
 
 
 async def test_a_request_whose_cohort_does_not_come_stalls_and_then_starts_alone(server: VllmServer) -> None:
