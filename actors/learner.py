@@ -119,11 +119,11 @@ class Learner:
 
     def __init__(self, config: Config, rank: int, world_size: int, master_address: str, master_port: int) -> None:
         self._rank = rank  # set it first, because Ray calls __repr__ even if __init__ fails
-        # These imports take seconds. A server that shares the GPU starts meanwhile, and only then the model is loaded.
-        import rayapp.learner.build  # noqa: F401
+        from rayapp.learner.build import import_ahead
         from rayapp.learner.memory.idle import IdleMemory
 
         label_logs(config.run.name)
+        import_ahead(config)
         self._config = with_local_model(config)
         self._world_size, self._master_address, self._master_port = world_size, master_address, master_port
         self._idle = IdleMemory()

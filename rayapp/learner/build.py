@@ -18,12 +18,29 @@ from rayapp.learner.memory.plan import least_recomputed
 from rayapp.learner.memory.shape import model_shape, room_here
 from rayapp.learner.memory.token_budget import find_token_budget
 from rayapp.learner.metrics import mfu_meter
-from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
+from rayapp.learner.policy import PolicyModel, keep_compiled, load_policy, make_optimizer
 from rayapp.learner.step import PolicyLearner
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.pictures import load_pictures
 
 log = logging.getLogger(__name__)
+
+
+def import_ahead(config: Config) -> None:
+    """On a GPU, import what the model and its first step need, without using the GPU: a server that shares it starts
+    meanwhile. On a CPU these imports would only take time from the server."""
+    if config.cluster.device == "cpu" or not torch.cuda.is_available():
+        return
+    from transformers import AutoModelForCausalLM  # noqa: F401
+    from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
+    from verl.workers.config import actor  # noqa: F401
+
+    if config.compiles(on_gpu=True):
+        keep_compiled()
+        from torch._inductor import compile_fx  # noqa: F401
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()  # a process that imports torch, and compiles kernels for this one
 
 
 def build_learner(config: Config, ranks: Ranks) -> PolicyLearner:

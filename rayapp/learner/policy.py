@@ -408,8 +408,10 @@ def fuse(causal_lm: Any, *, is_asked: bool) -> None:
     decoder = causal_lm.get_decoder()
     norms = [module for module in decoder.modules() if _is_norm(module)]
     mlps = [module for module in decoder.modules() if _is_gated(module)]
-    for module in (*norms, *mlps):
-        # One compilation serves all modules of a class, because their parameters are arguments.
+    # One compilation serves all modules of a class with equal widths, because their parameters are arguments.
+    for module in norms:
+        module.forward = MethodType(_of_views(_compiled(type(module).forward)), module)
+    for module in mlps:
         module.forward = MethodType(_compiled(type(module).forward), module)
     rotary = [sys.modules[name] for name in {type(module).__module__ for module in decoder.modules()}]
     rotary = [code for code in rotary if code.__name__.startswith("transformers.") and hasattr(code, ROPE)]
@@ -427,6 +429,16 @@ def _compiled(function: Any) -> Any:
     return compiled(getattr(function, "_torchdynamo_orig_callable", function))
 
 
+def _of_views(function: Any) -> Any:
+    """Return a method whose first argument is always a view. FSDP gives a layer its input as a view: torch.compile
+    would compile the norm at a layer's start and the norm in its middle separately."""
+
+    def method(self: nn.Module, hidden: Tensor, *args: Any, **options: Any) -> Any:
+        return function(self, hidden.view_as(hidden), *args, **options)
+
+    return method
+
+
 def _is_norm(module: nn.Module) -> bool:
     """Return whether to compile a module; torch's own norms are single kernels already."""
     is_torch = type(module).__module__.startswith("torch.")
@@ -440,13 +452,18 @@ def _is_gated(module: nn.Module) -> bool:
 
 def keep_compiled() -> None:
     """Make torch keep compiled code in the user's cache folder: its own, in /tmp, is gone with a container."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    if os.environ.get(name, default_cache_dir()) != default_cache_dir():  # torch sets its default when it is imported
+        return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rayapp" / "torchinductor"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         log.info("compiled code is kept in torch's own folder: %s", error)
         return
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    os.environ[name] = str(folder)
 
 
 def check_compiler(device_type: str) -> None:

@@ -27,7 +27,7 @@ from rayapp.learner.build import with_recomputation
 from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE
 from rayapp.learner.log_probs import compiled
 from rayapp.learner.metrics import row_facts
-from rayapp.learner.policy import PolicyModel, check_compiler, keep_compiled, recompute, reduce_gradients, to_device
+from rayapp.learner.policy import PolicyModel, check_compiler, recompute, reduce_gradients, to_device
 from rayapp.rollout.recorder import Recorder
 from support import make
 from support.learners import learner_alone, save_llama, take_step, whole_weights
@@ -401,20 +401,6 @@ def test_compiled_norms_positions_and_mlps_give_the_plain_gradient(tiny_model: P
     finally:
         llama.apply_rotary_pos_emb = rotary
     assert_same_gradient(found, plain_gradient(tiny_model, groups))
-
-
-def test_compiled_code_is_kept_in_the_users_cache_folder_unless_torch_has_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # so that the end of the test restores it
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    keep_compiled()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "rayapp" / "torchinductor")
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    keep_compiled()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
 
 
 def test_a_compiled_norm_has_its_epsilon_as_a_constant(monkeypatch: pytest.MonkeyPatch) -> None:
