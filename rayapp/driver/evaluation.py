@@ -33,6 +33,10 @@ from rayapp.runs.trajectories import writing_trajectories
 log = logging.getLogger(__name__)
 
 
+class _StoppedError(Exception):
+    """The run stops, and its evaluation has not ended."""
+
+
 Record = Callable[[Sequence[Group]], None]  # stores sampled groups, other ones at each call; blocks
 
 
@@ -57,12 +61,20 @@ async def evaluate_model(
 
 
 async def evaluate(
-    cluster: Cluster, version: int = 0, *, watchdog: Watchdog | None = None, record: Record | None = None
+    cluster: Cluster,
+    version: int = 0,
+    *,
+    watchdog: Watchdog | None = None,
+    record: Record | None = None,
+    stopping: asyncio.Event | None = None,
 ) -> dict[str, float]:
-    """Evaluate every task and every row of the evaluation files on the servers' current weights, policy `version`."""
+    """Evaluate every task and every row of the evaluation files on the servers' current weights, policy `version`.
+    Raises _StoppedError between two waves once `stopping` is set."""
     num_prompts = await cluster.rollout_workers[0].num_eval_prompts()
     summaries: list[GroupSummary] = []
     for wave in _waves(cluster.config, num_prompts):
+        if stopping is not None and stopping.is_set():
+            raise _StoppedError
         # In a synchronous run the prompts of a wave start together, so that the same weights give the same metrics.
         together = cluster.is_synchronous
         cohorts = [Cohort(place=place, size=len(wave)) if together else None for place in range(len(wave))]
@@ -133,8 +145,12 @@ async def validate(run: Training, step: int, phases: Phases) -> dict[str, float]
 
 
 async def evaluate_in_run(run: Training, step: int) -> dict[str, float]:
-    with run.folder.recording_evaluation(step) as record:
-        metrics = await evaluate(run.cluster, step, watchdog=run.watchdog, record=record)
+    try:
+        with run.folder.recording_evaluation(step) as record:
+            metrics = await evaluate(run.cluster, step, watchdog=run.watchdog, record=record, stopping=run.stopping)
+    except _StoppedError:
+        run.tracker.note(f"the evaluation after step {step} is left out: the run stops")
+        return {}
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 

@@ -21,7 +21,7 @@ from functools import partial
 
 from rayapp.config.config import Config
 from rayapp.config.keys import LACKS_BASELINE
-from rayapp.core.aio import finish_then_cancel, is_stopping, run_until_done
+from rayapp.core.aio import finish_then_cancel, is_stopping, run_until_done, when_stopped
 from rayapp.core.errors import LearnersLostError, StopTraining
 from rayapp.core.logs import about, start_logs, tracebacks_in
 from rayapp.core.machine import trim_heap
@@ -223,6 +223,7 @@ async def train(
     """Train from the last complete checkpoint, or from the start model. Return the last step: `num_steps`, or that at
     which `on_step` raised StopTraining."""
     run = await open_run(cluster, folder, tracker)
+    when_stopped(run.stopping.set)
     version = run.store.version
     await cluster.sync_weights(version)
     if version == 0 and config.eval.before_training:

@@ -51,6 +51,7 @@ class Training:
     failures: FailureBudget
     watchdog: Watchdog
     profiles: list[Profile] = field(default_factory=list)  # of the present step, if it is in `train.profile_steps`
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)  # set at Ctrl-C, while the step that has begun ends
 
 
 async def open_run(cluster: Cluster, folder: RunFolder, tracker: RunTracker) -> Training:

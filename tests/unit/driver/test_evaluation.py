@@ -51,6 +51,7 @@ class Worker:
         self.now_s = 0.0
         self.requests: list[GroupRequest] = []
         self.num_settled = 0
+        self.notes: list[str] = []
         self._num_lost = num_lost
 
     async def num_eval_prompts(self) -> tuple[int, ...]:
@@ -99,7 +100,10 @@ def run_with(worker: Worker, *, prompts_at_once: int, folder: RunFolder | None =
     )
     watchdog = make.watchdog(stop_after_s=STOP_AFTER_S, clock=lambda: worker.now_s)
     keeps_nothing = SimpleNamespace(recording_evaluation=lambda step: nullcontext())
-    run: Any = SimpleNamespace(cluster=cluster, watchdog=watchdog, folder=folder or keeps_nothing)
+    run: Any = SimpleNamespace(
+        cluster=cluster, watchdog=watchdog, folder=folder or keeps_nothing, stopping=asyncio.Event(),
+        tracker=SimpleNamespace(note=worker.notes.append),
+    )  # fmt: skip
     return run  # type: ignore[no-any-return]
 
 
@@ -185,3 +189,19 @@ def test_an_evaluation_never_goes_into_the_folder_of_a_training(tmp_path: Path) 
 
     with pytest.raises(InputError, match="holds a trained run"):
         evaluation_folder(Config(), tmp_path).__enter__()
+
+
+async def test_an_evaluation_ends_when_its_run_stops_and_leaves_no_half_file(tmp_path: Path) -> None:
+    worker = Worker()
+    config = Config.model_validate({"run": {"output_dir": str(tmp_path), "name": "r"}})
+    with RunFolder.open(config) as folder:
+        run = run_with(worker, prompts_at_once=1, folder=folder)
+        evaluation = asyncio.create_task(validate(run, 4, Phases()))
+        while not worker.requests:
+            await asyncio.sleep(0)
+        run.stopping.set()  # as Ctrl-C does
+
+        assert await evaluation == {}
+        assert not list((folder.path / "evaluations").glob("*"))
+    assert len(worker.requests) == 1
+    assert worker.notes == ["the evaluation after step 4 is left out: the run stops"]
