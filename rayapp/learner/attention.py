@@ -178,9 +178,12 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLay
     from torch.nn.attention.varlen import varlen_attn
 
     rows_q, rows_k, rows_v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D)
+    if plan.paths is not None:
+        rows_k, rows_v = (_PathRows.apply(rows, plan.paths) for rows in (rows_k, rows_v))  # type: ignore[no-untyped-call]
     output = varlen_attn(
         rows_q.contiguous(),
-        *(rows if plan.paths is None else _PathRows.apply(rows, plan.paths) for rows in (rows_k, rows_v)),  # type: ignore[no-untyped-call]
+        rows_k,
+        rows_v,
         plan.cu_queries,
         plan.cu_keys,
         plan.max_queries,
