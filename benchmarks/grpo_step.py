@@ -2,17 +2,16 @@
 two alternate in one run, and each is first in every other round.
 
     python -m benchmarks.grpo_step [--rounds 5] [--json] [key.sub=value ...]
-    python -m benchmarks.grpo_step --config configs/coding_warmup_gpu.yaml --trl-python PYTHON [--trl-weights float32]
-                                   [--verl-python PYTHON]
+    python -m benchmarks.grpo_step --config CONFIG --trl-python PYTHON [--trl-weights float32] [--verl-python PYTHON]
 
 rayapp's step uses the actors of `rayapp train` (vLLM server, sandbox pool, rollout worker, learner), called in the
 order of the driver's loop. TRL runs in its own environment (made on the first call under benchmarks/.envs), with the
 settings that are fastest on this machine; its rewards come from rayapp's sandboxes. While one works, the other waits.
-On a GPU (`cluster.device: gpu`) both use it: TRL samples with vLLM, so its interpreter, `--trl-python`, needs
-`trl[vllm]`, and each needs memory beside what the other keeps. `--trl-weights float32` gives TRL's optimizer the
-float32 weights that rayapp's has. With `--verl-python` verl trains as many steps before (`benchmarks/verl_peer.py`).
-The output has medians over the rounds after one warm-up round, and the parts of rayapp's step, which add up to the
-whole.
+Sizes are those of CONFIG, or without it a CPU's. On a GPU (`cluster.device: gpu`) both use it: TRL samples with vLLM,
+so its interpreter, `--trl-python`, needs `trl[vllm]`, and each needs memory beside what the other keeps. `--trl-weights
+float32` gives TRL's optimizer the float32 weights that rayapp's has. With `--verl-python` verl trains as many steps
+before (`benchmarks/verl_peer.py`). The output has medians over the rounds after one warm-up round, and the parts of
+rayapp's step, which add up to the whole.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ from rayapp.sandbox.providers import local_provider
 from rayapp.storage.models.tokenizer import load_tokenizer
 from rayapp.tasks.loading import load_tasks
 
-SIZES = [
+CPU_CONFIG = Path("configs/coding_cpu.yaml")
+CPU_SIZES = [
     "rollout.group_size=16",
     "rollout.max_completion_tokens=128",
     "train.groups_per_step=2",
-    "train.num_steps=1000",
     "server.kv_cache_gib=1",
 ]
 PARTS = ("generate", "score", "old_log_probs", "forward_backward", "optimizer", "weight_sync", "idle")
@@ -284,7 +283,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=Path("configs/coding_cpu.yaml"))
+    parser.add_argument("--config", type=Path, help="with the sizes of a step, such as benchmarks.one_gpu writes")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true", help="print only the JSON report")
     parser.add_argument("--trl-python", type=Path, help="interpreter with TRL (default: one of its own, for CPUs)")
@@ -292,7 +291,9 @@ def main() -> None:
     parser.add_argument("--verl-python", type=Path, help=f"interpreter with verl=={VERL_VERSION}, vllm, transferqueue")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_args()
-    config = load_config(options.config, [*SIZES, "run.name=benchmark", *options.overrides])
+    sizes = CPU_SIZES if options.config is None else []
+    common = ["train.num_steps=1000", "run.name=benchmark"]
+    config = load_config(options.config or CPU_CONFIG, [*sizes, *common, *options.overrides])
     if config.cluster.device == "gpu" and options.trl_python is None:
         parser.error("on a GPU --trl-python must name an interpreter with trl[vllm]")
     if config.cluster.device == "cpu" and options.verl_python is not None:
@@ -302,7 +303,7 @@ def main() -> None:
     # Turn off Ray's memory monitor: two trainers nearly fill this machine's memory, but neither grows.
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
     started = time.perf_counter()
-    settings = {"config": str(options.config), "rounds": options.rounds, "overrides": options.overrides}
+    settings = {"config": str(options.config or CPU_CONFIG), "rounds": options.rounds, "overrides": options.overrides}
     pythons = (options.trl_python, options.trl_weights, options.verl_python)
     report = {"settings": settings} | asyncio.run(run(config, options.rounds, *pythons))
     report["total_s"] = time.perf_counter() - started

@@ -91,7 +91,7 @@ def main():
         bf16=has_masters,  # autocast would only cost time where the parameters are already bfloat16
         # Generate all prompts together, but compute the gradient group by group, because all groups at once need 13 GB.
         per_device_train_batch_size=WORK["group_size"],
-        gradient_accumulation_steps=len(WORK["prompts"]),
+        gradient_accumulation_steps=WORK["groups_per_step"],
         num_generations=WORK["group_size"],
         max_completion_length=WORK["max_completion_tokens"],
         temperature=1.0,

@@ -279,9 +279,10 @@ def _placement_fits(config: Keys) -> None:
         return
     servers, tp, learners = config.server.num_servers, config.server.tensor_parallel_size, config.learner.num_learners
     if servers * tp != learners:
+        fewer = "" if learners % tp else f"server.num_servers to {learners // tp}, or "
         raise ValueError(
             f"cluster.placement is colocated, so learner.num_learners = {learners} must equal the servers' GPUs: "
-            f"server.num_servers {servers} x server.tensor_parallel_size {tp} = {servers * tp}. Set "
+            f"server.num_servers {servers} x server.tensor_parallel_size {tp} = {servers * tp}. Set {fewer}"
             f"learner.num_learners to {servers * tp}, or use placement split."
         )
     if config.train.partial_rollouts and config.learner.router_replay:

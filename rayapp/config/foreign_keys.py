@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import fill
 from typing import Any
 
 import yaml
@@ -144,12 +145,14 @@ class GivenRun:
     rows: tuple[KeyRow, ...] = ()  # fields of TRL's configuration, each with the keys that it sets
 
     def __str__(self) -> str:
-        """Return `rows` as text, one line for each field."""
-        lines = (
-            f"{row.key} = {row.value!r}: {row.outcome}{f' ({note})' if (note := row.landing.note) else ''}"
-            for row in sorted(self.rows, key=lambda row: row.rank)
+        """Return `rows` as text: fields with the same effect, or without effect for the same reason, together."""
+        lines: dict[str, list[str]] = {}
+        for row in sorted(self.rows, key=lambda row: row.rank):
+            effect = row.outcome + (f" ({note})" if (note := row.landing.note) else "")
+            lines.setdefault(effect, []).append(f"{row.key} = {row.value!r}" if row.landing.settings else row.key)
+        return "\n".join(
+            fill(f"{', '.join(fields)}: {effect}", 120, subsequent_indent="    ") for effect, fields in lines.items()
         )
-        return "\n".join(lines)
 
 
 def landing_of(rule: Rule, key: str, value: Any, values: Values) -> Landing:

@@ -202,14 +202,10 @@ def _change_in_list(merged: DictConfig | ListConfig, override: str) -> None:
 
 
 def _files_nearby(path: Path) -> str:
-    names = sorted(str(file) for file in Path("configs").glob("*.yaml"))
+    names = sorted({str(file) for folder in (Path("configs"), path.parent) for file in folder.glob("*.yaml")})
     if near := difflib.get_close_matches(str(path), names, n=1):
         return f"Did you mean {near[0]}?"
-    return (
-        f"The files in configs/ are {', '.join(names)}."
-        if names
-        else "Run this command in the folder that holds configs/."
-    )
+    return f"The files here are {', '.join(names)}." if names else "Run this command in the folder that holds configs/."
 
 
 def _parse_overrides(overrides: Sequence[str]) -> DictConfig:

@@ -123,7 +123,8 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
     for names in (config.tasks, *([config.eval.tasks] if config.eval.tasks else [])):
         tasks = load_tasks(names)
         if plays_environments(tasks):
-            load_extra("environments.agent:check_environments")(tasks)
+            if load_extra("environments.agent:check_environments")(tasks) and has_tokenizer:
+                _check_template(config)
             continue
         if config.agent_name == SINGLE_TURN_AGENT:
             if has_tokenizer:
@@ -227,8 +228,12 @@ def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bo
     if (first := next(holding, None)) is not None:
         _check_sandboxes_suffice(config, first, training=training)
     if entries and asks_template:
-        tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
-        check_template(tokenizer, model=config.model.path, chat_template=config.agent.chat_template)
+        _check_template(config)
+
+
+def _check_template(config: Config) -> None:
+    tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
+    check_template(tokenizer, model=config.model.path, chat_template=config.agent.chat_template)
 
 
 def _check_own_file(entry: ToolEntry, folder: Path, where: str) -> None:

@@ -217,6 +217,10 @@ class Recorder:
         """Return the pictures among the tokens of `context`."""
         return self._media(self._context(last)) if self._pictures else ()
 
+    def has_text(self, last: int, token_id: int) -> bool:
+        """Return whether a token on the path to the token at `last`, outside pictures, has this id."""
+        return bool((self._context(last) == token_id).any())
+
     def _context(self, last: int) -> Keys:
         keys: Keys = self._tokens["key"][path_to(last, self.forks) if self.forks else slice(last + 1)]
         return keys

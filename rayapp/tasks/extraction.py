@@ -22,9 +22,12 @@ from markdown_it import MarkdownIt
 
 from rayapp.core.syntax import answer_of, parse
 
-_PYTHON_LANGUAGES = frozenset({"python", "py", "pycon", "ipython", "cpython", "python_code", "tool_code"})
+_PYTHON_LANGUAGES = frozenset({"python", "py", "pycon", "ipython", "cpython", "pypy", "python_code", "tool_code"})
 _NO_LANGUAGE = frozenset({"", "text", "txt", "plaintext", "plain", "none", "code", "solution"})
 _LANGUAGE = re.compile(r"(?:\{code[\w-]*\}\s*|[{.]|lang(?:uage)?[-=:])*([\w+#-]*?)[\d-]*(?![\w+#-])", re.IGNORECASE)
+_FILE = re.compile(r"(?:file(?:name)?\s*[:=]\s*)?[\w./-]+\.([a-z]\w*)", re.IGNORECASE)  # e.g. `main.py`
+# A language on the line below its fence.
+_NAMED_INSIDE = re.compile(r"\A\s*(?:python3?|py)[ \t]*\n", re.IGNORECASE)
 # A fence behind prose or code, or before a tag: models write it, CommonMark knows none.
 _GLUED = re.compile(
     r"^(?![ \t>]*(?:(?:[-*+]|\d+[.)])[ \t>]*)?[`~])([^\n`#]*[^\s`#])[ \t]*(`{3,}[\w+#.-]*)[ \t]*$"
@@ -32,7 +35,7 @@ _GLUED = re.compile(
     re.MULTILINE,
 )
 _TAGGED = re.compile(
-    r"^[ \t]*(?:<pre\b[^<>]*>\s*)?(?:<(code|answer|solution)\b[^<>]*>\n?(.*?)(?:</\1>|\Z)"
+    r"^[ \t]*(?:<pre\b[^<>]*>\s*)?(?:<(code|answer|solution|pre)\b[^<>]*>\n?(.*?)(?:</\1>|\Z)"
     r"|\[(?:PYTHON|BEGIN)\]\n?(.*?)(?:\[/PYTHON\]|\[DONE\]|\Z))",
     re.MULTILINE | re.DOTALL,
 )
@@ -226,7 +229,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     found = [(language, textwrap.dedent(body)) for language, body, _, _ in _fences(text)]
     tagged = [] if found else [html.unescape(tag[2]) if tag[1] else tag[3] for tag in _TAGGED.finditer(text)]
     found += [("", body) for body in map(textwrap.dedent, tagged[:_MAX_TRIES]) if parse(body) is not None]
-    return [(language, _without_prompts(body)) for language, body in found]
+    return [(language, _without_prompts(_NAMED_INSIDE.sub("", body))) for language, body in found]
 
 
 def _without_prompts(body: str) -> str:
@@ -276,8 +279,8 @@ def _begins_with_fence(text: str) -> bool:
 
 
 def _language(info: str) -> str:
-    # of `python`, `{.python}`, `python:main.py`, `python, runnable`, `{code-cell} python`, `py3`, `c++17`
-    found = _LANGUAGE.match(info.strip())
+    # of `python`, `{.python}`, `python:main.py`, `main.py`, `python, runnable`, `{code-cell} python`, `py3`, `c++17`
+    found = _FILE.fullmatch(info.strip()) or _LANGUAGE.match(info.strip())
     return found[1].lower() if found else ""
 
 

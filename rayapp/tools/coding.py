@@ -105,7 +105,10 @@ class BashTool(WorkspaceTool):
 
         async def run(sandbox: Sandbox) -> ExecResult:
             if not state.has_shell:
-                _check_shell(await sandbox.run_command([*_SHELL, ":"], timeout_s=self.config.timeout))
+                probe = await sandbox.run_command([*_SHELL, ":"], timeout_s=self.config.timeout)
+                if probe.exit_code == _NO_SUCH_PROGRAM and state.is_used:
+                    raise ToolFailedError("there is no bash in your workspace")  # earlier calls may have removed it
+                _check_shell(probe)
                 state.has_shell = True
             return await sandbox.run_command([*_SHELL, command], timeout_s=self.config.timeout)
 

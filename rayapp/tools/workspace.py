@@ -63,6 +63,10 @@ class Workspace:
     _num_uses: int = 0
     _is_closed: bool = False
 
+    @property
+    def is_used(self) -> bool:
+        return self._num_uses > 0
+
     async def use(self, work: Callable[[Sandbox], Awaitable[T]]) -> Used[T]:
         """Run `work` in the sandbox, one use after the other, in the order in which calls were written. A sandbox that
         is dead at the first use is replaced, because it holds no state yet."""

@@ -41,6 +41,16 @@ async def score(sandboxes: PoolClient, row: dict[str, Any], code: str, **rules: 
         "print(reduce(lambda a, b: a + b, map(int, stdin.read().split())))",
         "def deep(n):\n    return 0 if n == 0 else 1 + deep(n - 1)\nassert deep(9000)\n" + SUM,
         SUM + "\nexit()",
+        # What Python does when a script ends.
+        SUM + "\nquit()",
+        (
+            f"import atexit, io, sys\nsys.stdout = io.StringIO()\n{SUM}\n"
+            "@atexit.register\ndef write():\n    sys.__stdout__.write(sys.stdout.getvalue())"
+        ),
+        (
+            "from concurrent.futures import ThreadPoolExecutor\nadded = ThreadPoolExecutor(1).submit(sum, map(int, "
+            "input().split()))\nprint(added.result())"
+        ),
     ],
 )
 async def test_a_right_program_earns_one(sandboxes: PoolClient, code: str) -> None:
@@ -206,6 +216,17 @@ async def test_a_check_that_runs_inside_is_passed_by_right_code_and_counted(sand
         (
             "def decode(s):\n    import random\n    random.Random.randint = lambda *a: 0\n"
             "    random.randint = lambda *a: 0\n    return 'aaaaaaaaa'"
+        ),
+        "import random\nrandom.Random.getrandbits = lambda self, bits: 0\ndef decode(s):\n    return s",
+        "import random\nrandom._inst._randbelow = lambda n: 0\ndef decode(s):\n    return s",
+        "import random\nrandom.Random.randint.__code__ = (lambda self, a, b: 0).__code__\ndef decode(s):\n    return s",
+        (
+            "import random\nclass Zero(random._random.Random):\n    def getrandbits(self, bits): return 0\n"
+            "random.Random.__bases__ = (Zero,)\ndef decode(s):\n    return s"
+        ),
+        (
+            "import sys, types\nsys.modules['random'] = types.SimpleNamespace(randint=min, seed=id)\n"
+            "def decode(s):\n    return s"
         ),
         "def decode(s):\n    raise SystemExit(0)",
         "AssertionError = None\n__builtins__['AssertionError'] = None\ndef decode(s):\n    return s",

@@ -155,3 +155,8 @@ async def test_the_main_class_of_java_names_the_file() -> None:
     assert java.main_class("import x;\npublic final class Solver { }\nclass Other {}") == "Solver"
     assert java.main_class("class A { }\nclass B { public static void main(String[] a) {} }\nclass C {}") == "B"
     assert java.main_class("") == "Main"
+    assert java.main_class("// Mine\npackage a.b; class C {}") == "a.b.C"
+    assert len(java.main_class("class " + "A" * 300)) == 50  # a file can't have every name that a class can
+    within = '/* class A { */ class Main { String s = "} class B {"; static class C {} // class D\n%s class E {} }'
+    assert java.main_class(within % "static public void main(String... a) {}") == "Main"
+    assert java.main_class("record P(int a) {}\n" + within % "public class F { void main(int a) {} }") == "Main"

@@ -9,10 +9,11 @@ import pytest
 from rayapp.tasks.code.languages import Language, language_of
 
 SUM = {
-    "cpp": "#include <iostream>\nint main() { long long a, b; std::cin >> a >> b; std::cout << a + b << '\\n'; }",
+    "cpp": "#include <concepts>\n#include <iostream>\nint main() { long long a, b; std::cin >> a >> b; "
+    "std::integral auto sum = a + b; std::cout << sum << '\\n'; }",
     "c": '#include <stdio.h>\nint main(void) { long long a, b; scanf("%lld%lld", &a, &b); printf("%lld\\n", a + b); }',
-    "java": "import java.util.*;\npublic class Sum { public static void main(String[] given) { Scanner in = new "
-    "Scanner(System.in); System.out.println(in.nextLong() + in.nextLong()); } }",
+    "java": "package of.mine;\nimport java.util.*;\npublic class Sum { public static void main(String[] given) { "
+    "Scanner in = new Scanner(System.in); System.out.println(in.nextLong() + in.nextLong()); } }",
     "go": 'package main\nimport "fmt"\nfunc main() { var a, b int64; fmt.Scan(&a, &b); fmt.Println(a + b) }',
     "rust": "use std::io::*;\nfn main() { let mut text = String::new(); stdin().read_to_string(&mut text).unwrap();\n"
     "let all: Vec<i64> = text.split_whitespace().map(|word| word.parse().unwrap()).collect();\n"

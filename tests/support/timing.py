@@ -46,12 +46,24 @@ def without_older_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
+def slowness() -> float:
+    """Return how many times as long as on a core of a Zen 5 plain Python takes here and now; at least 1."""
+
+    def python_s() -> float:
+        began_s = time.thread_time()
+        sum(number * 3 % 7 for number in range(50_000))
+        return time.thread_time() - began_s
+
+    return max(1.0, min(python_s() for _ in range(5)) / 0.0022)
+
+
 @contextmanager
 def takes_at_most_s(limit_s: float, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
     """Fail if `clock` advances by more than `limit_s` in the block.
 
     Args:
-        limit_s: far above the block's normal time, and far below its time with the fault that the test looks for.
+        limit_s: far above the block's normal time, and far below its time with the fault that the test looks for, on a
+            Zen 5; a slower core gets more (`slowness`).
         clock: `time.thread_time` counts this thread alone, `time.process_time` all threads.
     Raises:
         AssertionError: it advanced by more.
@@ -60,7 +72,7 @@ def takes_at_most_s(limit_s: float, clock: Callable[[], float] = time.thread_tim
         began_s = clock()
         yield
         took_s = clock() - began_s
-    assert took_s < limit_s
+    assert took_s < limit_s or took_s < limit_s * slowness()
 
 
 @asynccontextmanager
@@ -68,7 +80,7 @@ async def nothing_holds_the_loop(limit_s: float, clock: Callable[[], float], *, 
     """Fail if the running event loop is blocked for longer than `limit_s` during the block.
 
     Args:
-        limit_s: the most that `clock` may advance between two iterations of the loop.
+        limit_s: the most that `clock` may advance between two iterations of the loop, on a Zen 5.
         clock: as in `takes_at_most_s`.
         doing: description of the work, for the message.
     Raises:
@@ -90,7 +102,7 @@ async def nothing_holds_the_loop(limit_s: float, clock: Callable[[], float], *, 
             await asyncio.sleep(0.002)
         finally:
             looking.cancel()
-    assert longest_s < limit_s, doing
+    assert longest_s < limit_s or longest_s < limit_s * slowness(), doing
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

@@ -56,7 +56,9 @@ class Episode(Protocol):
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolOutput: ...
 
-    async def reward(self, task: EnvironmentTask, played: Trajectory) -> float: ...
+    async def reward(self, task: EnvironmentTask, played: Trajectory) -> Mapping[str, float]:
+        """Return the reward by the name VERDICT, and its parts by names of their own."""
+        ...
 
 
 class Episodes(Protocol):
@@ -145,12 +147,12 @@ class EpisodePlayer:
                 played = await self._loop.run(prompt, engine=engine, sampling=sampling, request_id=request_id)
                 if played.status.is_error:
                     return played
-                verdict = await episode.reward(task, played)
+                rewards = await episode.reward(task, played)
         except ToolUnavailableError as error:
             return _failed(played, RolloutStatus.ERROR_TOOL, error)
         except InputError as error:
             return _failed(played, RolloutStatus.ERROR_TASK, error)
-        return replace(played, tool_rewards={**played.tool_rewards, VERDICT: verdict})
+        return replace(played, tool_rewards={**played.tool_rewards, **rewards})
 
     async def _prompt_ids(
         self, task: EnvironmentTask, observation: str, pictures: Mapping[str, bytes]
@@ -279,17 +281,21 @@ def episodes_of(environment: TrlEnvironment | OpenEnvEnvironment) -> Episodes:
     return TrlEpisodes(environment) if isinstance(environment, TrlEnvironment) else OpenEnvEpisodes(environment)
 
 
-def check_environments(tasks: Sequence[Task]) -> None:
-    """Check that each environment answers; those of verifiers did when they listed rows. Raises UserError."""
+def check_environments(tasks: Sequence[Task]) -> bool:
+    """Check that each environment answers; those of verifiers did when they listed rows. Return True if a prompt lists
+    tools. Raises UserError."""
     found = {id(task.environment): task.environment for task in tasks if isinstance(task, EnvironmentTask)}
 
-    async def check() -> None:
+    async def check() -> bool:
+        lists_tools = False
         for environment in found.values():
             if isinstance(environment, VerifiersEnvironment):
                 continue
-            await episodes_of(environment).open()
+            has_tools = bool(await episodes_of(environment).open())
+            lists_tools |= has_tools and not getattr(environment, "text_field", "")
+        return lists_tools
 
-    asyncio.run(check())
+    return asyncio.run(check())
 
 
 def _followed_by(messages: Sequence[Message], observation: str, num_pictures: int) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ from rayapp.core.errors import ConfigError, InputError, ToolUnavailableError
 from rayapp.core.trajectories import storable
 from rayapp.core.types import Trajectory
 from rayapp.extras.environments.files import Columns, EnvironmentTask, OpenEnvEnvironment
+from rayapp.rollout.problem import VERDICT
 from rayapp.storage.media import from_data_uri
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
 
@@ -167,8 +168,8 @@ class OpenEnvEpisode:
             raise ToolFailedError(str(error.get("message", error) if isinstance(error, dict) else error))
         return replace(shown, reward=reward, answer=shown.text if self.is_done else None)
 
-    async def reward(self, task: EnvironmentTask, played: Trajectory) -> float:
-        return float(sum(self.rewards if self.environment.reward == "sum" else self.rewards[-1:]))
+    async def reward(self, task: EnvironmentTask, played: Trajectory) -> Mapping[str, float]:
+        return {VERDICT: float(sum(self.rewards if self.environment.reward == "sum" else self.rewards[-1:]))}
 
     async def tools(self) -> Sequence[ToolSchema]:
         """Return the tools of an environment whose actions are calls of MCP tools."""

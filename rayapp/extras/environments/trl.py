@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ from rayapp.core.own_thread import in_thread
 from rayapp.core.trajectories import storable
 from rayapp.core.types import Trajectory
 from rayapp.extras.environments.files import Columns, EnvironmentTask, TrlEnvironment
+from rayapp.rollout.problem import VERDICT
 from rayapp.storage.media import as_png
 from rayapp.tasks.custom_rewards import load_function
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
@@ -104,26 +106,31 @@ class TrlEpisode:
                 raise ToolFailedError(f"{error.__cause__}") from error
             raise
 
-    async def reward(self, task: EnvironmentTask, played: Trajectory) -> float:
-        value = await self._value(task, played)
+    async def reward(self, task: EnvironmentTask, played: Trajectory) -> Mapping[str, float]:
+        found = await self._rewards(task, played)
         try:
-            return storable(value)
+            return {name: storable(value) for name, value in found.items()}
         except (TypeError, ValueError, OverflowError) as error:
-            raise self._lost(f"its reward {value!r:.80} is not a finite number") from error
+            raise self._lost(f"its reward {found[VERDICT]!r:.80} is not a finite number") from error
 
-    async def _value(self, task: EnvironmentTask, played: Trajectory) -> Any:
+    async def _rewards(self, task: EnvironmentTask, played: Trajectory) -> dict[str, Any]:
         if self.score is not None:
-            [value] = await _call(
-                self.score,
+            # Several functions of TRL (`trl_config`) also return their terms.
+            has_terms = hasattr(self.score, "terms")
+            found = await _call(
+                self.score.terms if has_terms else self.score,  # type: ignore[attr-defined]
                 prompts=[list(task.messages)],
-                completions=[[{"role": "assistant", "content": turn.text} for turn in played.turns]],
+                completions=[list(_messages(played))],
                 environments=[self.made],
                 **{name: [value] for name, value in task.columns.items() if name != "prompt"},
                 timeout_s=self.environment.timeout_s,
                 what=self.environment.reward,
             )
-            return value
-        return await self._call("get_reward") if hasattr(self.made, "get_reward") else self.made.reward
+            if has_terms:
+                return {**found, VERDICT: self.score.total(found)}  # type: ignore[attr-defined]
+            [value] = found
+            return {VERDICT: value}
+        return {VERDICT: await self._call("get_reward") if hasattr(self.made, "get_reward") else self.made.reward}
 
     async def _call(self, name: str, **arguments: Any) -> Any:
         what = f"{self.environment.factory}.{name}()"
@@ -153,8 +160,28 @@ def _place(environment: TrlEnvironment, path: str) -> str:
 
 
 def _tools(made: Any) -> dict[str, Callable[..., Any]]:
+    """Return the public methods, as TRL does; or the functions that `trl_config` got as `tools`."""
+    if (names := getattr(made, "rayapp_tools", None)) is not None:
+        return {name: getattr(made, name) for name in names}
     methods = inspect.getmembers(made, predicate=inspect.ismethod)
     return {name: method for name, method in methods if name not in _NO_TOOLS and not name.startswith("_")}
+
+
+def _messages(played: Trajectory) -> Iterator[dict[str, Any]]:
+    """Yield a trajectory's messages as TRL passes them to reward functions: tool calls and their results too."""
+    for turn in played.turns:
+        calls = [{"name": call.name, "arguments": _parsed(call.arguments)} for call in turn.calls if call.name]
+        called = {"tool_calls": [{"type": "function", "function": call} for call in calls]} if calls else {}
+        yield {"role": "assistant", "content": turn.text, **called}
+        for call in turn.calls:
+            yield {"role": "tool", "name": call.name, "content": call.output}
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 def _schema(environment: TrlEnvironment, name: str, method: Callable[..., Any]) -> ToolSchema:

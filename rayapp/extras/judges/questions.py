@@ -23,9 +23,10 @@ from rayapp.core.syntax import answer_of
 from rayapp.core.types import Prompt
 
 Messages = list[dict[str, Any]]
-# Beginnings of control words of chat templates, such as <|im_end|>, </s>, <end_of_turn> and [INST].
+# Beginnings of control words of chat templates, such as <|im_end|>, <turn|>, </s>, <seed:eos>, <end_of_turn>, [INST].
 _CONTROL = re.compile(
-    r"(<)(?=[|\uff5c]|/?(?:s|bos|eos|pad|unk|(?:start|end)_of_\w+|think)>|<SYS>>|</SYS>>)|(\[)(?=/?[A-Z][A-Z_]+\])"
+    r"<(?=[|\uff5c]|/?(?:s|bos|eos|pad|unk|seed:\w+|(?:SPECIAL|reserved)_\w+|(?:start|end)_of_\w+|think)>|\w+\|>"
+    r"|</?SYS>>)|\[(?=/?[A-Z][A-Z_]+\]|e~\[)|\](?=~!?b[\[\]])"
 )
 _FENCE = re.compile(r"^```(?:json)?[ \t]*$\n?", re.MULTILINE)
 _MAX_ANSWER_CHARS = 1 << 16

@@ -38,7 +38,9 @@ _STEERS = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
      "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".coveragerc"}
 )  # fmt: skip
-_SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy"}
+_SHADOWED = sys.stdlib_module_names | {
+    "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py", "tomli", "exceptiongroup",
+}  # fmt: skip
 _INSTALLS = re.compile(r"\s*(?:sudo\s+)?(?:apt|apt-get|apk|yum|curl|wget|uvx|npm|(?:uv |python3? -m )?pip3?)\s")
 _FILL = """
 import base64, json, os, subprocess, sys
@@ -141,7 +143,8 @@ def without_steering(
 
 def _steers(path: str, base: Mapping[str, str]) -> bool:
     parts = PurePosixPath(path).parts
-    is_new_module = path not in base and parts[0].removesuffix(".py") in _SHADOWED and path.endswith(".py")
+    is_module = path.endswith(".py") and parts[1:] in ((), ("__init__.py",))
+    is_new_module = path not in base and is_module and parts[0].removesuffix(".py") in _SHADOWED
     is_plugin = parts[-1].endswith(".pth") or any(part.endswith((".egg-info", ".dist-info")) for part in parts)
     return parts[-1] in _STEERS or is_new_module or is_plugin or parts[0] == HARBOR
 
@@ -181,6 +184,8 @@ async def judge_by_script(
             text = await sandbox.read_file(path, max_bytes=_MAX_REWARD_BYTES)
         except FileNotFoundError:
             continue
+        except OSError as error:  # the judged code may have put a folder or a link there
+            return Reward.invalid("no_reward", f"the reward of tests/test.sh can't be read: {error}")
         return _read_reward(text, is_json=path.endswith(".json"), told=told)
     return Reward.invalid("no_reward", f"tests/test.sh wrote no reward: {told}")
 
@@ -237,6 +242,11 @@ def _reward(value: float, detail: str) -> Reward:
         terms={"pass_rate": value, "solved": solved, "verdict/forgeable": 1.0},
         detail=detail[-_SHOWN_CHARS:],
     )
+
+
+def gave_no_reward(found: Reward) -> Reward:
+    """Return 0 for code with which the script gave no reward, although it gives one without the code."""
+    return replace(_reward(0.0, found.detail), status=found.failure_kind)
 
 
 def forged(passed: Sequence[Sentinel]) -> Reward:

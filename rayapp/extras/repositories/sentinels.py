@@ -124,7 +124,7 @@ def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], r
     for node in body:
         match node:
             case ast.Assert(test=test):
-                yield _of_assert(test, text, rng)
+                yield from _of_assert(test, text, rng)
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"))) as call):
                 yield from _of_method(call, text, rng)
             case ast.With(items=[ast.withitem(context_expr=ast.Call(func=func, args=[kind, *_]))]) if (
@@ -138,10 +138,16 @@ def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], r
                 yield from _expectations(inside, data, lines, rng)
 
 
-def _of_assert(test: ast.expr, text: _Text, rng: random.Random) -> _Change:
+def _of_assert(test: ast.expr, text: _Text, rng: random.Random) -> Iterator[_Change]:
     match test:
         case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            return _wrong_side(left, right, text, rng)
+            yield from _wrong_side(left, right, text, rng)
+        case _:
+            yield _flipped(test, text)
+
+
+def _flipped(test: ast.expr, text: _Text) -> _Change:
+    match test:
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
             is_written, flipped = _FLIPPED[type(operator)]
             written = f"{text(left)} {is_written} {text(right)}"
@@ -163,17 +169,20 @@ def _of_method(call: ast.Call, text: _Text, rng: random.Random) -> Iterator[_Cha
     if name in _OPPOSITES:
         yield call.func, f"self.{_OPPOSITES[name]}"
     elif _EQUALS.fullmatch(name) and "Not" not in name and len(call.args) > 1:
-        yield _wrong_side(call.args[0], call.args[1], text, rng)
+        yield from _wrong_side(call.args[0], call.args[1], text, rng)
     elif f"self.{name}" in _RAISES and len(call.args) > 1:
         yield call.args[0], _other_exception(ast.unparse(call.args[0]), rng)
 
 
-def _wrong_side(left: ast.expr, right: ast.expr, text: _Text, rng: random.Random) -> _Change:
-    """Return a change to the literal side of a comparison; without one, of the right side to a random number."""
+def _wrong_side(left: ast.expr, right: ast.expr, text: _Text, rng: random.Random) -> Iterator[_Change]:
+    """Yield a change to the literal side of a comparison. Without one, yield two of the right side: to a random number,
+    and to a value of the same type, for code that could tell a number from the value that it replaces."""
     for side in (right, left):
         if (found := _leaf(side, text, rng)) is not None:
-            return found
-    return right, str(rng.randint(1000, 99999))
+            yield found
+            return
+    yield right, str(rng.randint(1000, 99999))
+    yield right, f"{_in_brackets(right, text(right))} * {rng.randint(2, 9)}"
 
 
 def _leaf(node: ast.expr, text: _Text, rng: random.Random) -> _Change | None:

@@ -24,7 +24,7 @@ from importlib.resources.abc import Traversable
 from typing import Any, TypeVar
 
 from rayapp.core.aio import side_by_side
-from rayapp.core.errors import InputError, SandboxConfigError, SandboxProtocolError, UnusableWorkError
+from rayapp.core.errors import InputError, SandboxProtocolError, UnusableWorkError
 from rayapp.core.protocols import Sandbox, SandboxSource, Tokenizer
 from rayapp.core.types import AgentStart, Prompt, Reward, SandboxSpec
 from rayapp.extras.repositories.folder import TaskFolder, read_folder
@@ -37,6 +37,7 @@ from rayapp.extras.repositories.scripts import (
     SOLVE,
     TestScript,
     forged,
+    gave_no_reward,
     judge_by_script,
     run_solve_script,
     without_steering,
@@ -75,6 +76,8 @@ except FileNotFoundError:
     sys.exit()
 except subprocess.CalledProcessError as error:
     folders, problem = [], "the workspace's git history is damaged: " + error.stderr.decode(errors='replace')[-200:]
+except RecursionError:
+    folders, problem = [], "the workspace's folders are nested too deeply"
 if snapshot and os.path.isfile(snapshot):
     with open(snapshot, encoding='utf-8', errors='surrogateescape') as file:
         known = {line[66:]: line[:64] for line in file.read().split('\\n') if line[64:68] == '  ./'}
@@ -88,8 +91,11 @@ for folder, names in folders:
             continue
         if os.path.islink(path) or not os.path.isfile(path) or name.endswith('.pyc'):
             continue
-        with open(path, 'rb') as file:
-            data = file.read(most + 1)
+        try:
+            with open(path, 'rb') as file:
+                data = file.read(most + 1)
+        except OSError:  # the agent took the permission to read it, or a process of its removed it
+            continue
         if known.pop(path, '') == hashlib.sha256(data).hexdigest():
             continue
         size += len(data)
@@ -116,7 +122,7 @@ async def changed_files(
     Args:
         by_git: git lists the changes, without files that it ignores; otherwise the files are compared with `base`.
         by_snapshot: compare with the list that the workspace's setup made, if it is still there.
-    Raises SandboxError, SandboxConfigError if `by_git` has no git, and UnusableWorkError if the changes are too large.
+    Raises SandboxError, also if `by_git` has no git, and UnusableWorkError if the changes are too large.
     """
     known = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in base.items()}
     start, snapshot = _START if by_git else "", _SNAPSHOT if by_snapshot else ""
@@ -127,9 +133,10 @@ async def changed_files(
     try:
         found = json.loads(ran.stdout)
         if "lacks" in found:
-            raise SandboxConfigError(
-                f"sandboxes of {sandbox.provider} lack git, which lists the files that an agent has changed. Install "
-                "git in the sandboxes' image"
+            # No SandboxConfigError, which ends the run: an agent can remove git.
+            raise SandboxProtocolError(
+                f"sandbox {sandbox.id} lacks git, which lists an agent's changes: the agent removed it, or it must be "
+                "installed in the image"
             )
         problem, files = found["problem"], dict(found["files"])
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -290,6 +297,8 @@ class RepositoryTask:
         if self.folder.script is None:
             return await judged_in_sandbox(sandboxes, self.verdict_spec, partial(self._judge, repository))
         found = await self._by_script(repository, sandboxes)
+        if found.failure_kind in SCRIPT_FAILURES:
+            found = await self._unless_prevented(repository, sandboxes)
         if not found.valid or found.value <= 0.0:
             return found
         return await self._unless_forged(found, self.folder.script, repository, sandboxes, seed)
@@ -313,6 +322,13 @@ class RepositoryTask:
             return await self._judge_by_script(repository, sandbox, sentinels)
 
         return await judged_in_sandbox(sandboxes, self.verdict_spec, judge)
+
+    async def _unless_prevented(self, repository: Mapping[str, str | None], sandboxes: SandboxSource) -> Reward:
+        """Return 0 if the script gives no reward again, but gives one for the repository without changes."""
+        again = await self._by_script(repository, sandboxes)
+        if again.failure_kind in SCRIPT_FAILURES and (await self._by_script(self.with_changes({}), sandboxes)).valid:
+            return gave_no_reward(again)
+        return again
 
     async def _unless_forged(
         self,

@@ -56,7 +56,7 @@ def trl_config(
         model: a model folder or hub id.
         train_dataset, eval_dataset: rows as mappings, such as a datasets.Dataset, with a column `prompt`.
         reward_funcs: functions in TRL's form, which the field `reward_weights` weighs.
-        environment_factory: a class in TRL's form. Its rows are those of the training set.
+        environment_factory: a class in TRL's form. Its rows are those of the datasets.
         tools: functions that the policy may call, in TRL's form.
         peft_config: a LoraConfig, or a mapping of its fields.
         num_gpus: number of training processes of the TRL run. The processes of a vLLM server don't count.
@@ -89,13 +89,16 @@ def trl_config(
     weighted = WeightedRewards(tuple(rewards), tuple(known["reward_weights"] or [1.0] * len(rewards)), model)
     objects: dict[str, object] = {}
     environment_factory = _environment_of(tools) if tools else environment_factory
+    eval_rows = _rows(eval_dataset, "eval_dataset")
     if environment_factory is not None:
-        settings |= _environment(environment_factory, train_rows, weighted, folder, objects)
+        settings["tasks"] = [_environment(environment_factory, train_rows, weighted, folder / "train", objects)]
+        if eval_rows:
+            settings["eval.tasks"] = [_environment(environment_factory, eval_rows, weighted, folder / "eval", objects)]
     else:
         objects[f"{PREFIX}trl_rewards"] = _Answers(weighted)
         settings["reward.custom"] = f"{PREFIX}trl_rewards"
         settings["tasks"] = [_write_rows(folder / "train.parquet", train_rows)]
-        if eval_rows := _rows(eval_dataset, "eval_dataset"):
+        if eval_rows:
             settings["eval.tasks"] = [_write_rows(folder / "eval.parquet", eval_rows)]
     return GivenRun(config=load_settings(settings, rows, overrides), objects=objects, rows=tuple(rows))
 
@@ -184,8 +187,9 @@ def _is_needed(part: inspect.Parameter) -> bool:
 
 
 def _environment_of(tools: Sequence[Callable[..., Any]]) -> Callable[[], Any]:
-    methods: dict[str, Any] = dict(zip(_names(tools), map(staticmethod, tools), strict=True))
-    return type("Tools", (), methods | {"reset": lambda self, **columns: None})
+    names = _names(tools)
+    members: dict[str, Any] = dict(zip(names, map(staticmethod, tools), strict=True))
+    return type("Tools", (), members | {"reset": lambda self, **columns: None, "rayapp_tools": tuple(names)})
 
 
 def _adapters(peft_config: Any, problems: list[str]) -> dict[str, Any]:
@@ -276,8 +280,8 @@ def _environment(
     weighted: WeightedRewards,
     folder: Path,
     objects: dict[str, object],
-) -> dict[str, Any]:
-    """Write the environment's task file; return the settings that name it."""
+) -> str:
+    """Write the environment's task file; return its path."""
     name = _names([factory])[0]
     objects[f"{PREFIX}{name}"] = factory
     task = {"environment": "trl", "factory": f"{PREFIX}{name}"}
@@ -290,7 +294,7 @@ def _environment(
         task["reward"] = f"{PREFIX}trl_rewards"
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(task), encoding="utf-8")  # JSON is also valid YAML
-    return {"tasks": [str(file)]}
+    return str(file)
 
 
 @cache

@@ -50,6 +50,9 @@ def read_verl(path: str | Path | None, overrides: Sequence[str] = ()) -> dict[st
     for override in overrides:
         if override.startswith("~"):  # Hydra's way to delete a key, or a whole section
             deleted = override[1:].partition("=")[0]
+            known = [key for key in (*TABLE, *RENAMED, *values) if f"{key}.".startswith(f"{deleted}.")]
+            if not known and _rule(deleted) is None:
+                raise ConfigError(f"~{_unknown(deleted)}")
             values = {key: value for key, value in values.items() if not f"{key}.".startswith(f"{deleted}.")}
             continue
         key, value = _parse_override(override)

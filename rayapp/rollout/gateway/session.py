@@ -310,6 +310,7 @@ class Session:
         pictures = checked_pictures(messages, self._shown)
         chat_format = await self._format(ask)
         found = self._conversations.find(chat_format.key, messages)
+        self._check_placeholders(found)
         sampled_ids = self.tree.sampled_ids(found.turn) if found.turn is not None else []
         note_results(self.tree, found, messages)
         self._note_drift(chat_format.key, messages, found)
@@ -324,6 +325,15 @@ class Session:
             media=(*self.tree.media(found.after), *moved(media, len(before))),
             pictures=pictures,
         )
+
+    def _check_placeholders(self, found: Found) -> None:
+        pictures = self.formats.pictures
+        if pictures is not None and self.tree.has_text(found.after, pictures.token_id):
+            raise RefusedError(
+                "tokens",
+                f"the policy wrote {pictures.placeholder}, which the engine takes for a picture: no turn can follow in "
+                "this conversation",
+            )
 
     def _note_drift(self, tools: Key, messages: Sequence[Said], found: Found) -> None:
         if found.after >= 0:

@@ -6,8 +6,11 @@ same frames; this process has no expected value, so forged frames don't help. A 
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import json
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 
@@ -109,9 +112,15 @@ def frame(*parts: object) -> bytes:
 
 def define(code: str, name: str) -> dict[str, object]:
     """Run code as a module and return its global names. Dataclasses and pickle look it up in sys.modules."""
-    module = types.ModuleType(name)
-    sys.modules[name] = module
-    exec(compile(code, "<candidate>", "exec"), module.__dict__)
+    names = _new_module(name)
+    exec(compile(code, "<candidate>", "exec"), names)
+    return names
+
+
+def _new_module(name: str) -> dict[str, object]:
+    for end in ("exit", "quit"):  # `site`, which defines both, is not imported
+        vars(builtins).setdefault(end, sys.exit)
+    sys.modules[name] = module = types.ModuleType(name)
     return module.__dict__
 
 
@@ -151,9 +160,7 @@ def main_names() -> dict[str, object]:
     sys.dont_write_bytecode = True
     if sys.path[-1:] != [""]:
         sys.path.append("")
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    return module.__dict__
+    return _new_module("__main__")
 
 
 def run_script(code: str, names: dict[str, object], emit: Emit) -> int:
@@ -171,6 +178,24 @@ def run_script(code: str, names: dict[str, object], emit: Emit) -> int:
         return 1
     emit(frame("exited", 0))
     return 0
+
+
+def end_script() -> None:
+    """Do as Python at the end of a script: end idle workers of executors, wait for threads, run exit handlers."""
+    for end in reversed(getattr(threading, "_threading_atexits", ())):
+        end()
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()  # noqa: SLF001  (Python has no public one)
+
+
+def flush() -> None:
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        try:
+            stream.flush()  # type: ignore[union-attr]
+        except BaseException:  # boundary: the candidate may have replaced or closed the stream
+            continue
 
 
 def _exit_status(error: SystemExit) -> int:

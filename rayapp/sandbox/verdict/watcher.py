@@ -12,7 +12,6 @@ import json
 import os
 import select
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -143,12 +142,11 @@ def _run(job: Job, harness: Job, frames: int) -> int:
         return _run_command(job["argv"])
     if job["kind"] == "script":
         status: int = harness["run_script"](job["code"], harness["main_names"](), emit)
+        harness["end_script"]()
     else:
         harness["run_calls"](job["code"], job["function"], job["inputs"], emit)
         status = 0
-    with contextlib.suppress(BaseException):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    harness["flush"]()
     return status
 
 

@@ -33,14 +33,6 @@ def check_model(config: Config) -> None:
         architecture = _read_config(path, config.model.trust_remote_code)
         _check_weights(path)
         _check_tokenizer(path)
-    elif path.is_absolute() or config.model.path.startswith((".", "models/")) or config.model.path.count("/") != 1:
-        is_shipped = path.name == "smollm2-135m"
-        hint = (
-            "Fetch it with `rayapp model fetch smollm2-135m`"
-            if is_shipped
-            else "Give a folder, or OWNER/NAME of the hub"
-        )
-        raise InputError(f"model.path {config.model.path!r}: there is no such folder. {hint}.")
     else:
         architecture = _hub_config(config.model.path)
     _check_config(architecture, config)
@@ -183,10 +175,18 @@ def _check_tokenizer(folder: Path) -> None:
 def check_hub_answers(name: str) -> None:
     """Send the Hugging Face hub one request. If it does not answer, make this process and its children use only files
     on this disk: the hub's client would try for half a minute, silently, for each file. InputError: the model is not on
-    this disk."""
+    this disk, or its name is a folder's."""
     import httpx
     from huggingface_hub import constants, try_to_load_from_cache
 
+    if name.startswith(("/", ".", "~", "models/")) or name.count("/") != 1:
+        is_shipped = Path(name).name == "smollm2-135m"
+        hint = (
+            "Fetch it with `rayapp model fetch smollm2-135m`"
+            if is_shipped
+            else "Give a folder, or OWNER/NAME of the hub"
+        )
+        raise InputError(f"model.path {name!r}: there is no such folder. {hint}.")
     if constants.HF_HUB_OFFLINE:
         return
     try:

@@ -50,17 +50,32 @@ _GUARD = """
 def _rayapp_guard_@TOKEN():
     import importlib
     import builtins
+    import sys
     from builtins import TypeError, dict, isinstance, list, set, setattr, tuple, type, vars
-    owners = [builtins, *[importlib.import_module(name) for name in @MODULES]]
-    owners += [kind for owner in owners[1:] for kind in vars(owner).values()
-               if isinstance(kind, type) and kind.__flags__ & 1 << 9]
-    kept = [(owner, dict(vars(owner))) for owner in owners]
+    from types import FunctionType
+    modules = {name: importlib.import_module(name) for name in @MODULES}
+    parts = [part for each in modules.values() for part in vars(each).values() if builtins.hasattr(part, "__dict__")]
+    kinds = {kind for part in parts if isinstance(part, type) for kind in part.__mro__}
+    others = [part for part in parts if not isinstance(part, (type, type(sys)))]
+    kept = [(owner, dict(vars(owner))) for owner in (builtins, *modules.values(), *kinds, *others)]
+    codes = [(part, part.__code__, part.__defaults__, part.__kwdefaults__)
+             for _, names in kept for part in names.values() if isinstance(part, FunctionType)]
+    bases = [(kind, kind.__bases__) for kind in kinds]
+    loaded = sys.modules
     leaves = (type(None), builtins.bool, builtins.int, builtins.float, builtins.str, builtins.bytes)
     def restore():
+        loaded.update(modules)
         for owner, names in kept:
+            for name in vars(owner).keys() - names.keys() if not isinstance(owner, type(sys)) else ():
+                builtins.delattr(owner, name)
             for name, value in names.items():
                 if vars(owner).get(name) is not value:
                     setattr(owner, name, value)
+        for part, code, defaults, options in codes:
+            part.__code__, part.__defaults__, part.__kwdefaults__ = code, defaults, options
+        for kind, those in bases:
+            if kind.__bases__ != those:
+                kind.__bases__ = those
     def check_plain(value):
         kind = type(value)
         if kind is dict:

@@ -6,6 +6,7 @@ this module, so it may import only the standard library and modules that do the 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,9 +18,16 @@ MISSING = 113  # status of the compile step if the sandbox lacks the compiler
 _JVM = ("-XX:+UseSerialGC", "-XX:CompressedClassSpaceSize=64m", "-XX:ReservedCodeCacheSize=48m", "-XX:-UsePerfData")
 # By default each thread of a JVM maps 64 MiB, which counts towards the limit of address space.
 _ONE_ARENA = ("env", "MALLOC_ARENA_MAX=1")
-_PUBLIC_CLASS = re.compile(r"^[ \t]*public\s+(?:(?:final|abstract|strictfp)\s+)*class\s+(\w+)", re.MULTILINE)
-_ANY_CLASS = re.compile(r"\bclass\s+(\w+)")
-_MAIN = re.compile(r"\bstatic\s+void\s+main\s*\(")
+# Java's comments and texts; and braces, types and main methods. A file's name may have 255 bytes.
+_TEXTS = re.compile(
+    r"""//[^\n]*|/\*.*?(?:\*/|\Z)|\"{3}.*?(?:\"{3}|\Z)|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?""", re.DOTALL
+)
+_PARTS = re.compile(
+    r"[{}]|(\bpublic\s+(?:(?:final|abstract|strictfp|sealed)\s+)*)?\b(?:class|record|enum|interface)\s+"
+    r"([^\W\d]\w{0,49})|\bvoid\s+main\s*\("
+)
+_PACKAGE = re.compile(r"\s*package\s+([\w.]+)\s*;")
+_MOST_JAVA_CHARS = 1 << 17
 _COMPILE = """
 command -v "$0" > /dev/null || exit 113
 if "$@" > .compiled 2>&1; then exit 0; fi
@@ -48,18 +56,14 @@ class Language:
     max_processes: int = 16
 
     def main_class(self, code: str) -> str:
-        """Return the class after which the source file is named. Only Java's code has one."""
+        """Return Java's public class, or else the one with the main method, with its package."""
         if "{}" not in self.file:
             return ""
-        if (found := _PUBLIC_CLASS.search(code)) is not None:
-            return found[1]
-        main = _MAIN.search(code)
-        classes = _ANY_CLASS.findall(code[: main.start()] if main else code)
-        return classes[-1] if classes else "Main"
+        return _main_class(code[:_MOST_JAVA_CHARS])
 
     def compile_command(self, main_class: str) -> list[str]:
         """Return the compile step's command. It exits with 0, MISSING, or 1 and the first messages on stdout."""
-        words = [word.replace("{}", main_class) for word in self.compile]
+        words = [word.replace("{}", main_class.rpartition(".")[2]) for word in self.compile]
         program = next(word for word in words if "=" not in word and word != "env")
         return ["sh", "-c", _COMPILE, program, *words]
 
@@ -70,9 +74,29 @@ class Language:
         return ["sh", "-c", _LIMITED, limit, *words] if self.has_limit and is_test else words
 
 
+@functools.lru_cache(maxsize=8)
+def _main_class(code: str) -> str:
+    code = _TEXTS.sub(" ", code)
+    package = _PACKAGE.match(code)
+    return f"{package[1]}.{_type_of(code)}" if package else _type_of(code)
+
+
+def _type_of(code: str) -> str:
+    depth, outer, main = 0, "Main", ""
+    for part in _PARTS.finditer(code):
+        depth += {"{": 1, "}": -1}.get(part[0], 0)
+        if part[2] and depth <= 0:
+            outer = part[2]
+            if part[1]:
+                return outer
+        elif part[0].startswith("void"):
+            main = main or outer
+    return main or outer
+
+
 _CPP = Language(
     name="C++", key="cpp", fences=("cpp", "c++", "cc", "cxx"), file="main.cpp", run=("./main",),
-    compile=("g++", "-O2", "-std=c++17", "-w", "-o", "main", "main.cpp"), nothing="int main() {}",
+    compile=("g++", "-O2", "-std=gnu++20", "-w", "-o", "main", "main.cpp"), nothing="int main() {}",
 )  # fmt: skip
 _C = Language(
     name="C", key="c", fences=("c",), file="main.c", run=("./main",),

@@ -189,7 +189,7 @@ class _Candidate:
 
 
 async def write_program(language: Language, code: str, sandbox: Sandbox) -> None:
-    file = language.file.replace("{}", language.main_class(code))
+    file = language.file.replace("{}", language.main_class(code).rpartition(".")[2])
     await sandbox.write_file(file, code.encode(errors="replace"))
 
 

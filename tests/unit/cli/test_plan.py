@@ -75,6 +75,12 @@ def test_a_silent_hub_is_told_at_once(capsys: pytest.CaptureFixture[str], monkey
     assert "--model-config FILE" in error
 
 
+@pytest.mark.parametrize("path", ["/nowhere/Qwen2.5-7B", "./nowhere", "models/nowhere", "~/nowhere"])
+def test_the_plan_of_a_folder_that_is_not_there_says_so(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "configs/coding_8gpu.yaml", "--gpu", "h100", f"model.path={path}"]) == 2
+    assert f"model.path {path!r}: there is no such folder" in capsys.readouterr().err
+
+
 def test_a_model_that_is_on_this_disk_is_used_when_the_hub_is_silent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

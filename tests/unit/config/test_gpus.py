@@ -77,6 +77,13 @@ def test_one_gpu_for_a_server_and_a_learner_is_shared_by_taking_turns() -> None:
         Config.model_validate({"cluster": {"num_gpus": 1}, "train": {"max_staleness": 1}})
 
 
+def test_another_tensor_parallelism_of_colocated_servers_needs_fewer_of_them() -> None:
+    with pytest.raises(ValueError, match=r"Set server\.num_servers to 2, or learner\.num_learners to 16, or use"):
+        config("colocated", num_servers=4, tp=4, num_learners=8)
+    with pytest.raises(ValueError, match=r"= 6\. Set learner\.num_learners to 6, or use placement split"):
+        config("colocated", num_servers=2, tp=3, num_learners=8)
+
+
 def test_a_group_has_as_long_as_its_completions_need() -> None:
     def deadline_s(tokens: int, **rollout: float) -> float:
         sections = {

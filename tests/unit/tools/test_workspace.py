@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rayapp.config.sandbox import SandboxConfig
-from rayapp.core.errors import SandboxGoneError
-from rayapp.core.protocols import Sandbox
+from rayapp.core.errors import SandboxConfigError, SandboxGoneError, SandboxProtocolError
+from rayapp.core.protocols import Sandbox, SandboxSource
 from rayapp.core.types import SandboxSpec
+from rayapp.extras.repositories.task import changed_files
 from rayapp.rollout.recorder import AgentPrompt
 from rayapp.sandbox.pool.build import open_pool
-from rayapp.tools.base import ToolContext
+from rayapp.tools.base import ToolContext, ToolFailedError
 from rayapp.tools.coding import BashTool
 from rayapp.tools.workspace import Workspace, open_workspace
 from support.fake_sandboxes import FakeProvider
@@ -78,3 +79,20 @@ async def test_the_tools_say_how_much_memory_there_is_where_the_task_asks_for_no
     async with open_pool(SandboxConfig(max_leases=1), "test-workspace", local=provider) as (sandboxes, _):
         tool = BashTool({"memory_mib": 256}, None, ToolContext(sandboxes=sandboxes))
         assert open_workspace([tool], spec=asked).spec.memory_mib == memory_mib
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_agent_that_removes_programs_loses_its_own_work_and_does_not_end_the_run(
+    sandboxes: SandboxSource,
+) -> None:
+    tool = BashTool({}, None, ToolContext(sandboxes=sandboxes))
+    workspace = open_workspace([tool], spec=SandboxSpec(own_files=True, env=(("PATH", "/nowhere"),)))
+    with pytest.raises(SandboxConfigError, match="bash is not installed"):
+        await tool.execute(workspace, {"command": "ls"})
+    with pytest.raises(SandboxProtocolError, match="lacks git"):
+        await workspace.use(lambda sandbox: changed_files(sandbox, {}, by_git=True))
+    await workspace.use(lambda sandbox: sandbox.write_file("a", b""))
+    with pytest.raises(ToolFailedError, match="there is no bash"):
+        await tool.execute(workspace, {"command": "ls"})
+    await workspace.close()

@@ -14,7 +14,6 @@ import random
 import resource
 import socket
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -167,7 +166,7 @@ def _obey(control: _socket.socket) -> int:
     try:
         status = _run(job)
     finally:
-        _flush()
+        harness.flush()
         os.write(_DONE_FD, token + bytes((status & 0xFF,)))
     return status
 
@@ -188,7 +187,7 @@ def _serve(job: Job, control: _socket.socket, token: bytes) -> NoReturn:
     while True:
         sys.stdin = io.TextIOWrapper(io.FileIO(os.dup(0)))
         status = harness.run_script(str(job[2][0]), names, send)
-        _flush()
+        harness.flush()
         os.write(_DONE_FD, token + bytes((status,)))
         job, _ = _next_job(control)
         _set_environment(job)
@@ -244,7 +243,7 @@ def _run(job: Job) -> int:
     if kind in FILE_KINDS:
         return run_file_request(*given, send)  # type: ignore[arg-type, call-arg]
     status = harness.run_script(given[0], harness.main_names(), send)  # type: ignore[arg-type]
-    _join_threads()
+    harness.end_script()
     return status
 
 
@@ -262,17 +261,3 @@ def _execute(argv: Sequence[str]) -> int:
     except OSError as error:
         os.write(2, f"{argv[0]}: {error.strerror}\n".encode("utf-8", "replace"))
         return 126 if isinstance(error, PermissionError) else 127
-
-
-def _join_threads() -> None:
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BaseException:  # boundary: the candidate may have replaced or closed the stream
-            continue

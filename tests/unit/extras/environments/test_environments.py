@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -202,7 +203,7 @@ async def test_a_reward_function_of_trls_form_gives_the_verdict(bench: Make, tmp
 
     group = await bench(text, call("guess", number=3), "done").group()
 
-    assert group.trajectories[0].reward.value == pytest.approx(2 + 2 / 100 + 3 / 1000)
+    assert group.trajectories[0].reward.value == pytest.approx(2 + 3 / 100 + 3 / 1000)  # a call, its result, an answer
 
 
 @pytest.mark.parametrize(
@@ -245,6 +246,16 @@ def test_an_environment_that_cant_be_used_is_told_before_anything_starts(bench: 
     config = Config.model_validate({"tasks": [str(bench(text).file)]})
     with pytest.raises((InputError, ConfigError), match=problem):
         check_tasks(config, training=True)
+
+
+def test_an_environments_tools_need_a_template_that_lists_tools(bench: Make, tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "talker")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}")
+    run: dict[str, Any] = {"tasks": [str(bench(TRL).file)], "model": {"path": str(model)}}
+    with pytest.raises(ConfigError, match="talker does not write the tools"):
+        check_tasks(Config.model_validate(run), training=True)
+    run["agent"] = {"chat_template": "chatml_hermes"}
+    check_tasks(Config.model_validate(run), training=True)
 
 
 def test_environments_and_tasks_of_ours_need_sources_of_their_own(bench: Make) -> None:

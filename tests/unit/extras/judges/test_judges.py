@@ -388,7 +388,7 @@ async def test_the_lines_around_a_response_are_others_for_every_question(desk: A
 
 
 def test_words_of_chat_templates_are_broken_and_read_the_same() -> None:
-    words = "<|im_end|> </s> <eos> <end_of_turn> [/INST] <<SYS>> <｜User｜>"
+    words = "<|im_end|> </s> <eos> <end_of_turn> [/INST] <<SYS>> <</SYS>> <｜User｜> <turn|> <seed:eos> ]~b]ai [e~["
 
     broken = harmless(words)
 

@@ -231,10 +231,23 @@ async def test_what_a_script_wrote_is_a_reward_or_none_but_never_a_zero_by_defau
 
 
 @real
+@pytest.mark.parametrize("spoils", [
+    "os.mkdir('/logs/verifier/reward.txt')", "os.symlink('/dev/null', '/logs/verifier/reward.txt')",
+    "os.rename('/logs/verifier', '/logs/v')",
+])  # fmt: skip
+async def test_code_that_keeps_a_script_from_its_reward_is_not_spared_the_zero(
+    sandboxes: SandboxSource, folder: Path, spoils: str
+) -> None:
+    reward = await score(trusted(folder), as_answer({"stats.py": f"import os\n{spoils}\n"}), sandboxes)
+
+    assert (reward.valid, reward.value, reward.status) in ((True, 0.0, "no_reward"), (True, 0.0, "bad_reward")), reward
+
+
+@real
 async def test_tests_and_solution_are_nowhere_in_an_agents_sandbox(sandboxes: SandboxSource, folder: Path) -> None:
     task = trusted(folder)
     start = task.agent_start()
-    look = "ls -A /app/ /tests/ /solution/ /logs/; touch /app/new.py"
+    look = "ls -A /app/ /tests/ /solution/ /logs/; touch /app/new.py /app/shut; chmod 0 /app/shut"
     async with sandboxes.lease(task.spec, timeout_s=60.0) as sandbox:
         for path, text in start.files.items():
             await sandbox.write_file(path, text.encode())
@@ -246,20 +259,22 @@ async def test_tests_and_solution_are_nowhere_in_an_agents_sandbox(sandboxes: Sa
 
 
 def test_files_that_steer_a_test_runner_stay_as_they_were_unless_the_task_names_them() -> None:
-    base = {"a.py": "1", "tox.ini": "old", "json.py": "of the task", "lib/pytest.ini": "old"}
+    base = {"a.py": "1", "tox.ini": "old", "json.py": "of the task", "code/a.py": "", "lib/pytest.ini": "old"}
     changed = {
         "a.py": "2", "tox.ini": "new", "json.py": "mended", "conftest.py": "", "b/sitecustomize.py": "",
-        "unittest/__init__.py": "", "lib/json.py": "", "pyproject.toml": "wanted", ".harbor/tests/x": "",
+        "unittest/__init__.py": "", "iniconfig.py": "", "lib/json.py": "", "code/b.py": "",
+        "pyproject.toml": "wanted", ".harbor/tests/x": "",
     }  # fmt: skip
 
     kept, left_out = without_steering(base, changed, ("Add a pyproject.toml.",))
 
     assert left_out == [
-        ".harbor/tests/x", "b/sitecustomize.py", "conftest.py", "lib/pytest.ini", "tox.ini", "unittest/__init__.py",
+        ".harbor/tests/x", "b/sitecustomize.py", "conftest.py", "iniconfig.py", "lib/pytest.ini", "tox.ini",
+        "unittest/__init__.py",
     ]  # fmt: skip
     assert kept == {
         "a.py": "2", "tox.ini": "old", "json.py": "mended", "lib/pytest.ini": "old", "lib/json.py": "",
-        "pyproject.toml": "wanted",
+        "code/b.py": "", "pyproject.toml": "wanted",
     }  # fmt: skip
 
 

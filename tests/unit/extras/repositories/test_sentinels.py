@@ -90,6 +90,7 @@ def test_a_sentinel_changes_one_expectation_and_nothing_else() -> None:
         "number", "self.assertTrue", "self.assertIn", "0.125", "ValueError",
         "not closed()", "2.0", "total(\n        [1]) in (1, 2)", "'it is'",
     }  # fmt: skip
+    assert len({wrong.startswith("number * ") for wrong in changes["number"]}) == 2
     assert changes["self.assertTrue"] == {"self.assertFalse"}
     assert changes["not closed()"] == {"closed()"}  # as a test would be written
     assert "2.0" not in changes["2.0"]

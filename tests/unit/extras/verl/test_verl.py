@@ -313,6 +313,7 @@ def test_an_unknown_key_fails_and_every_unknown_key_is_named(seed_yaml: Path) ->
         ("async_training.staleness_threshold=0.5", "rayapp.train.max_staleness=1"),
         ("reward.reward_model.enable=True", "make the model a judge"),
         ("data.seed", "key=value or ~key"),
+        ("~trainer.save_frek", r"~trainer\.save_frek: unknown key; did you mean trainer\.save_freq"),
         ("custom_reward_function.reward_kwargs.a=3", "can't get arguments"),
         ("data.apply_chat_template_kwargs.a=[1]", "must be a string, a number"),
         ("MODEL.override_config.vocab_size=3", "a copy of the model"),

@@ -16,7 +16,7 @@ import pytest
 
 from rayapp.config.sections import ModelSection
 from rayapp.core.trajectories import branches
-from rayapp.core.types import Picture, RequestId, SamplingParams
+from rayapp.core.types import Picture, RequestId, RolloutStatus, SamplingParams
 from rayapp.engine.vllm_pictures import engine_prompt, open_pictures
 from rayapp.rollout.gateway import turns
 from rayapp.rollout.gateway.formats import Formats
@@ -167,6 +167,23 @@ async def test_anthropics_blocks_and_results_of_tools_have_pictures(serve: Any) 
 
         assert served.shown(0) == [RED, BLUE]
         assert count.input_tokens == len(served.engine.requests[0][1])
+
+
+async def test_a_policy_that_samples_a_placeholder_keeps_its_trajectory_and_only_new_conversations(
+    serve: Any, processor: PictureProcessor
+) -> None:
+    first = openais("Which?", RED)
+    async with serve([processor.token_id], "red") as served, served.openai() as client:
+        reply = await client.chat.completions.create(model="any", messages=[first])
+        history = [first, reply.choices[0].message, openais("Sure?")]
+        with pytest.raises(openai.BadRequestError, match="takes for a picture") as refused:
+            await client.chat.completions.create(model="any", messages=history)
+        ended = served.session.trajectory(failure="the agent's program ended with exit code 1")
+        await client.chat.completions.create(model="any", messages=[openais("And this?", BLUE)])
+
+    assert refused.value.code == "context_length_exceeded"
+    assert (ended.status, ended.num_turns) == (RolloutStatus.TRUNCATED, 1)
+    assert served.session.trajectory().status is RolloutStatus.COMPLETED
 
 
 URL = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
