@@ -24,6 +24,7 @@ import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,19 +108,20 @@ def write_policy(folder: Path, shape: Mapping[str, int], *, on_gpu: bool, is_sha
     """Write a policy with random weights, its tasks and the config of its step. Return the config's path."""
     from transformers import Qwen3Config
 
-    from rayapp.cli.smoke import save_random
+    from rayapp.cli.smoke import save_random, save_words
     from rayapp.config.loading import load_config
 
     model, source = folder / "model", folder / "shape"
     Qwen3Config(
         **shape,
-        head_dim=max(16, shape["hidden_size"] // shape["num_attention_heads"]),
+        head_dim=max(32, shape["hidden_size"] // shape["num_attention_heads"]),
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=1,
         pad_token_id=0,
     ).save_pretrained(source)
+    save_words(source, shape["vocab_size"])
     tasks = [folder / f"task{number}.py" for number in range(NUM_PROMPTS)]
     for number, task in enumerate(tasks):
         words = " ".join(f"w{(37 * number + place) % 400 + 2}" for place in range(PROMPT_TOKENS))
@@ -157,10 +159,12 @@ async def run_job(name: str, job: Job, config: Path, timeout_s: float) -> dict[s
             sys.executable, "-m", *command, stdout=out, stderr=out, cwd=ROOT, start_new_session=True
         )
         try:
-            async with asyncio.timeout(timeout_s):
-                await process.wait()
-        except TimeoutError:
-            await _end(process)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await process.wait()
+        finally:
+            if process.returncode is None:
+                await _end(process)
     seconds = time.monotonic() - started
     found: dict[str, Any] = {"exit_code": process.returncode, "seconds": round(seconds, 1)}
     if process.returncode:
@@ -236,7 +240,7 @@ def generate_alone(path: Path) -> None:
     from vllm import LLM, SamplingParams
 
     from rayapp.config.loading import load_config
-    from rayapp.engine.vllm_arguments import set_process_environment, vllm_args
+    from rayapp.engine.vllm_arguments import is_on_gpu, set_process_environment, vllm_args
     from rayapp.storage.models.tokenizer import load_tokenizer
     from rayapp.tasks.loading import load_tasks
 
@@ -247,10 +251,10 @@ def generate_alone(path: Path) -> None:
     prompts = [task.render(tokenizer).token_ids.tolist() for task in load_tasks(config.tasks)]
     section = config.rollout
     for number in range(3):
-        params = [
-            SamplingParams(temperature=1.0, max_tokens=section.max_completion_tokens, logprobs=0, seed=seed)
-            for seed in range(number * 1000, number * 1000 + len(prompts) * section.group_size)
-        ]
+        common = {"temperature": 1.0, "max_tokens": section.max_completion_tokens, "logprobs": 0}
+        seeds = [number * 1000 + place for place in range(len(prompts) * section.group_size)]
+        # vLLM's first model runner, on CPUs, fails with seeds.
+        params = [SamplingParams(**common, seed=seed if is_on_gpu(config.cluster) else None) for seed in seeds]
         given = [{"prompt_token_ids": ids} for ids in prompts for _ in range(section.group_size)]
         started = time.perf_counter()
         outputs = engine.generate(given, params, use_tqdm=False)

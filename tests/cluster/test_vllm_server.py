@@ -12,12 +12,13 @@ import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
+import torch
 
 from actors.vllm_server import VllmServer
 from rayapp.config.config import Config
 from rayapp.core.errors import EngineError, StaleVersionError, StalledError, WeightSyncError
 from rayapp.core.types import Completion, RequestId, SamplingParams
-from rayapp.engine.weights.buckets import WeightBucket
+from rayapp.engine.weights.buckets import WeightBucket, pack, unpack
 from support import make
 from support.learners import MAX_LOG_PROB_DIFFERENCE, exported, plain_log_probs
 
@@ -92,6 +93,29 @@ async def test_after_an_update_the_server_computes_the_log_probs_of_the_learners
     # ... which are not those it started with
     assert np.abs(found - plain_log_probs(tiny_model, TOKENS)).max() > 4 * MAX_LOG_PROB_DIFFERENCE
     assert (await generate_cohort(server, size=2))[0].policy_version == 1
+
+
+async def test_a_sync_through_the_store_is_one_message_to_the_workers_however_many_buckets_it_has(
+    server: VllmServer, buckets: list[WeightBucket], references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = server._started_engine()._engine.engine_core
+    called: list[str] = []
+    call = core.call_utility_async
+
+    async def counted(method: str, *args: Any) -> Any:
+        called.append(method)
+        return await call(method, *args)
+
+    monkeypatch.setattr(core, "call_utility_async", counted)
+    tensors = [item for bucket in buckets for item in unpack(bucket.entries, torch.from_numpy(bucket.data))]
+    version, found = server._started_engine().policy_version, []
+    for number, sent in enumerate((buckets, list(pack(tensors, 1 << 30))), start=1):
+        called.clear()
+        await server.load_weights(version + number, references(sent))
+        found.append([len(sent), *called])
+    assert [found[0][0] > 3, found[1][0]] == [True, 1]
+    # One message brings the workers a file that they map. The first pauses the engine, and it stays paused.
+    assert [found[0][1:], found[1][1:]] == [["pause_scheduler", "collective_rpc"], ["collective_rpc"]]
 
 
 async def test_a_request_whose_cohort_does_not_come_stalls_and_then_starts_alone(server: VllmServer) -> None:

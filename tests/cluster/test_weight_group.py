@@ -7,7 +7,9 @@ import math
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -208,6 +210,57 @@ async def test_a_server_that_dies_with_half_of_the_weights_ends_the_sync_before_
     with pytest.raises(WeightSyncError, match=r"did not reach every server|its process is gone"):
         await asyncio.wait_for(asyncio.to_thread(sender.send), TIMEOUT_S)
     assert client.process.wait() == -signal.SIGKILL
+
+
+class Counted:
+    """Stands for the servers, their communicator and CUDA's streams, and counts the calls of each."""
+
+    def __init__(self) -> None:
+        self.calls = Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.calls.update([name])
+
+
+@pytest.mark.parametrize(("transport", "message"), [("ipc", "update_weights"), ("nccl", "broadcast")])
+async def test_vllms_engines_for_gpus_send_and_wait_once_a_bucket_however_many_tensors_it_has(
+    learner: Learner, monkeypatch: pytest.MonkeyPatch, transport: Any, message: str
+) -> None:
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory, nccl_engine, packed_tensor
+
+    counted, empty = Counted(), torch.empty
+    for place, name, stub in (
+        (torch, "empty", lambda *shape, **options: empty(*shape, **options | {"device": "cpu"})),
+        (torch.accelerator, "current_device_index", lambda: 0),
+        (torch.cuda, "current_stream", lambda: counted),
+        (torch.cuda, "get_device_properties", lambda index: counted),
+        (torch.cuda, "ipc_collect", lambda: None),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
+        (packed_tensor, "_get_streams", lambda device, count: (counted,) * count),
+        (packed_tensor, "reduce_tensor", lambda tensor: counted.calls.update(["shared buffer"]) or (None, ())),
+        (nccl_engine, "open_trainer_endpoint", lambda info: counted),
+    ):
+        monkeypatch.setattr(place, name, stub)
+    own = nccl_engine.NCCLTrainerWeightTransferEngine  # another test has put gloo's in its place
+    monkeypatch.setitem(WeightTransferTrainerFactory._registry, "nccl", lambda: own)
+
+    def sent_in(bucket_bytes: int) -> Counter[str]:
+        source = LearnerSource(learner._learner.model, learner._config.learner.lora, CPU, torch.bfloat16)
+        plan = replace(transfer_plan(learner._config.server, transport), bucket_bytes=bucket_bytes)
+        where: Any = {"client": counted, "address": ("127.0.0.1", 1), "timeout_s": TIMEOUT_S}
+        sender = WeightSender(plan, source, rank=0, **where)
+        counted.calls.clear()
+        sender.send()
+        assert source.sums.num_tensors > 10
+        return counted.calls.copy()
+
+    whole = sent_in(1 << 30)
+    assert whole == {"start_weight_update": 1, "update_weights": 1, "finish_weight_update": 1} | whole
+    parts = await asyncio.to_thread(sent_in, BUCKET_BYTES)
+    assert whole[message] == 1
+    assert 3 < parts[message] < 10  # buckets of the tiny model, which has more tensors
+    added = parts[message] - 1
+    assert parts - whole == Counter({message: added, "synchronize": added})
 
 
 async def test_a_request_brings_its_seed_where_the_runner_has_no_one_generator_for_all() -> None:
