@@ -123,7 +123,8 @@ class Learner:
         from rayapp.learner.memory.idle import IdleMemory
 
         label_logs(config.run.name)
-        import_ahead(config)
+        if config.cluster.device != "cpu":
+            import_ahead(compiles=config.compiles(on_gpu=True))
         self._config = with_local_model(config)
         self._world_size, self._master_address, self._master_port = world_size, master_address, master_port
         self._idle = IdleMemory()

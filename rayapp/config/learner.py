@@ -126,6 +126,12 @@ class LearnerSection(FrozenModel):
             return 0
         return num_layers if asked is True else min(int(asked), num_layers)
 
+    def keeps_gathered(self, num_layers: int) -> bool:
+        """Return whether a lone GPU keeps all weights in the compute dtype during a step: where they are small beside
+        masters and moments, and memory has room for the activations of all layers."""
+        is_alone = self.num_learners == 1 and not self.cpu_offload
+        return is_alone and not self.lora.rank and not self.num_recomputed(num_layers)
+
     @model_validator(mode="after")
     def _learners_form_whole_groups(self) -> Self:
         for key in ("replicas", "sequence_parallel", "expert_parallel_size"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from rayapp.learner.families.flex import (
     masked_forward,
     tree_mask,
 )
-from rayapp.learner.packing import Packing, Segment, segment_paths
+from rayapp.learner.packing import Int64Array, Packing, Segment, segment_paths
 
 ATTENTION_NAME = "rayapp_packed"
 # Arguments that don't affect the result of packed attention.
@@ -43,12 +43,21 @@ _flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # n
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
 
 
+class PathIndex(NamedTuple):
+    """Places of N packed tokens in the K keys of all segments: each one's whole path, which ends with the segment."""
+
+    tokens: Tensor  # packed position of each key, (K,)
+    own: Tensor  # key of each token in its own segment, (N,)
+    shared: Tensor  # packed positions of the tokens that are keys of several segments, (U,)
+    shared_keys: Tensor  # all keys that are such tokens, (I,)
+    slots: Tensor  # index in `shared` of each of them, (I,)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VarlenLayout:
     """Arguments of varlen attention on GPU, for S segments whose paths have K keys in total."""
 
-    # Packed positions of all segments' keys, (K,): each one's whole path, which ends with the segment.
-    key_index: Tensor
+    paths: PathIndex | None  # None: no segment continues another, so the keys are the packed tokens
     cu_queries: Tensor  # first query of each segment, then their number, (S + 1,) int32
     cu_keys: Tensor  # first key of each segment, then their number, (S + 1,) int32
     max_queries: int
@@ -141,12 +150,23 @@ def varlen_plan(packing: Packing, device: torch.device) -> VarlenLayout:
     queries = [segment.end - segment.start for segment in packing.segments]
     keys = [path.size for path in paths]
     return VarlenLayout(
-        key_index=moved(np.concatenate(paths), device),
+        paths=_path_index(packing, paths, device) if sum(keys) > packing.num_tokens else None,
         cu_queries=_cumulative(queries, device),
         cu_keys=_cumulative(keys, device),
         max_queries=max(queries),
         max_keys=max(keys),
     )
+
+
+def _path_index(packing: Packing, paths: Sequence[Int64Array], device: torch.device) -> PathIndex:
+    tokens, own = np.concatenate(paths), np.empty(packing.num_tokens, np.int64)
+    ends = np.cumsum([path.size for path in paths])
+    for segment, end in zip(packing.segments, ends, strict=True):
+        own[segment.start : segment.end] = np.arange(end - (segment.end - segment.start), end)
+    counts = np.bincount(tokens)
+    shared, shared_keys = np.flatnonzero(counts > 1), np.flatnonzero(counts[tokens] > 1)
+    slots = np.searchsorted(shared, tokens[shared_keys])
+    return PathIndex(*(moved(each, device) for each in (tokens, own, shared, shared_keys, slots)))
 
 
 def _cumulative(sizes: Sequence[int], device: torch.device) -> Tensor:
@@ -158,10 +178,12 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLay
     from torch.nn.attention.varlen import varlen_attn
 
     rows_q, rows_k, rows_v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # (N, H, D)
+    if plan.paths is not None:
+        rows_k, rows_v = (_PathRows.apply(rows, plan.paths) for rows in (rows_k, rows_v))  # type: ignore[no-untyped-call]
     output = varlen_attn(
         rows_q.contiguous(),
-        rows_k[plan.key_index],
-        rows_v[plan.key_index],
+        rows_k.contiguous(),
+        rows_v.contiguous(),
         plan.cu_queries,
         plan.cu_keys,
         plan.max_queries,
@@ -172,6 +194,26 @@ def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, plan: VarlenLay
     )
     assert isinstance(output, Tensor)
     return output.unsqueeze(0)
+
+
+class _PathRows(torch.autograd.Function):
+    """Copies the rows (N, H, D) of packed tokens to all keys (K, H, D).
+
+    The gradient of indexing sorts all keys on a GPU, in each layer. Here only tokens of several segments are summed, in
+    float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, paths: PathIndex) -> Tensor:
+        ctx.paths = paths
+        return rows.index_select(0, paths.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        [grad], paths = grads, ctx.paths
+        parts = grad.index_select(0, paths.shared_keys).float()
+        sums = parts.new_zeros(paths.shared.shape[0], *parts.shape[1:]).index_add_(0, paths.slots, parts)
+        return grad.index_select(0, paths.own).index_copy_(0, paths.shared, sums.to(grad.dtype)), None
 
 
 class _TreeAttention(torch.autograd.Function):

@@ -26,16 +26,16 @@ from rayapp.storage.models.pictures import load_pictures
 log = logging.getLogger(__name__)
 
 
-def import_ahead(config: Config) -> None:
-    """On a GPU, import what the model and its first step need, without using the GPU: a server that shares it starts
-    meanwhile. On a CPU these imports would only take time from the server."""
-    if config.cluster.device == "cpu" or not torch.cuda.is_available():
+def import_ahead(*, compiles: bool) -> None:
+    """Import what the model and its first step need, without using the GPU: a server that shares it starts meanwhile.
+    Without a GPU these imports would only take time from the server."""
+    if not torch.cuda.is_available():
         return
     from transformers import AutoModelForCausalLM  # noqa: F401
     from verl.trainer.ppo import core_algos, rollout_corr_helper  # noqa: F401
     from verl.workers.config import actor  # noqa: F401
 
-    if config.compiles(on_gpu=True):
+    if compiles:
         keep_compiled()
         from torch._inductor import compile_fx  # noqa: F401
         from torch._inductor.async_compile import AsyncCompile

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from rayapp.config.config import Config
@@ -34,6 +35,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the full tensor of a shard or partial sum. Collective."""
     part = tensor.detach()
     return part.full_tensor() if isinstance(part, DTensor) else part
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free the weights that a forward without a backward left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -189,17 +189,33 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[start:stop])
             if ctx.needs_input_grad[1]:
-                grad_weight = _accumulate(grad_weight, grad_logits.t() @ inner, is_only=len(chunks) == 1)
+                grad_weight = _add_product(grad_weight, grad_logits.t(), inner, is_only=len(chunks) == 1)
             del logits, grad_logits  # free the logits before the next chunk is computed
         narrow = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, narrow, None, None, None, None, None, None
 
 
-def _accumulate(total: Tensor | None, part: Tensor, *, is_only: bool) -> Tensor:
-    # In bfloat16 each addition would lose bits.
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, *, is_only: bool) -> Tensor:
+    """Return total + left @ right, in float32 unless it is the only one: in bfloat16 each addition would lose bits."""
     if is_only:
-        return part
+        return left @ right
+    if left.dtype == torch.bfloat16 and _adds_products(left.device):
+        if total is None:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    part = left @ right
     return part.float() if total is None else total.add_(part)
+
+
+@cache
+def _adds_products(device: torch.device) -> bool:
+    """Return whether one kernel adds a product in bfloat16 to a sum in float32, as on a GPU."""
+    total, ones = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, ones, ones, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _chunks(num_rows: int, chunk_rows: int) -> list[tuple[int, int]]:

@@ -152,7 +152,7 @@ class PolicyModel(nn.Module):
         self.num_tokens: int | None = None  # of the head, if another model has a smaller vocabulary
         self.replay: RouterReplay | None = None  # makes the routers choose the experts that the engine chose
         self.tower = Tower(causal_lm) if tower_parameters(causal_lm) else None  # reads pictures
-        self.reduces_once = False  # see `reduce_gradients`
+        self.reduces_once = self.keeps_gathered = False  # see `reduce_gradients`
 
     def forward(self, batch: DeviceBatch, options: HeadOptions, teacher: TeacherHead | None = None) -> TokenScores:
         """Score every response token, with the KL to the teacher if one is given."""
@@ -222,7 +222,10 @@ def load_policy(config: Config, mesh: DeviceMesh, *, trainable: bool, is_checked
     model = policy_of(causal_lm, config.model, config.learner, trainable=trainable)
     if section.expert_parallel_size > 1:
         split_experts(causal_lm, mesh[EXPERT_RANKS])
-    shard(model, mesh, compute_dtype=DTYPES[section.compute_dtype], cpu_offload=section.cpu_offload)
+    # On CPU memory is plentiful, and gathering again costs time.
+    keeps = mesh.device_type == "cpu" or (trainable and section.keeps_gathered(len(causal_lm.get_decoder().layers)))
+    dtype = DTYPES[section.compute_dtype]
+    shard(model, mesh, compute_dtype=dtype, cpu_offload=section.cpu_offload, keeps_gathered=keeps)
     _give_memory(model, torch.device(mesh.device_type), on_host=section.cpu_offload)
     files = load_pretrained(causal_lm, config.model)
     start_adapters(causal_lm, config.run.seed, section.lora, files.adapter)
@@ -309,10 +312,16 @@ def _give_memory(model: PolicyModel, device: torch.device, *, on_host: bool) -> 
 
 
 def shard(
-    model: PolicyModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, cpu_offload: bool = False
+    model: PolicyModel,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    cpu_offload: bool = False,
+    keeps_gathered: bool = False,
 ) -> PolicyModel:
     """Shard the model with FSDP2: float32 shards, gathered in compute_dtype, gradients reduced in float32.
-    `cpu_offload` keeps shards, gradients and the optimizer's state in host memory."""
+    `cpu_offload` keeps shards, gradients and the optimizer's state in host memory. `keeps_gathered` gathers each layer
+    once a step; otherwise a lone rank, too, copies its shards before each forward and each backward."""
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
@@ -320,8 +329,7 @@ def shard(
     # Pin memory only for GPUs, because it speeds up copies to GPUs.
     offload = CPUOffloadPolicy(pin_memory=not is_cpu) if cpu_offload else OffloadPolicy()
     decoder: Any = model.causal_lm.get_decoder()  # type: ignore[operator]
-    # On CPU keep layers gathered until backward: memory is plentiful, and gathering again costs time.
-    sharded = partial(fully_shard, offload_policy=offload, reshard_after_forward=not is_cpu)
+    sharded = partial(fully_shard, offload_policy=offload, reshard_after_forward=not keeps_gathered)
     everyone = mesh._flatten() if EXPERT_RANKS in (mesh.mesh_dim_names or ()) else mesh  # noqa: SLF001
     for layer in decoder.layers:
         for experts in filter(is_split, layer.modules()):
@@ -332,15 +340,17 @@ def shard(
     sharded(model, mesh=everyone, mp_policy=precision, reshard_after_forward=False, ignored_params=ignored)
     register_fsdp_forward_method(model, "read")
     model.reduces_once = is_cpu or (mesh.size() == 1 and not cpu_offload)
+    model.keeps_gathered = keeps_gathered
     return model
 
 
-def reduce_gradients(model: PolicyModel, device: torch.device, *, is_last: bool) -> None:
+def reduce_gradients(model: PolicyModel, *, is_last: bool) -> None:
     """Tell FSDP, before a micro-batch, whether to reduce gradients after it: on a CPU, and on one GPU, whose shards are
-    whole, once, after the last; else after each, to save the memory of the unsharded sum."""
+    whole, once, after the last; else after each, to save the memory of the unsharded sum. Gathered weights that are
+    kept are freed after the last."""
     if model.reduces_once:
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-    if device.type == "cpu":
+    if model.keeps_gathered:
         model.set_reshard_after_backward(is_last)  # type: ignore[operator]
 
 

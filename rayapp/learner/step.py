@@ -46,7 +46,7 @@ from rayapp.learner.batch import (
     stack_rows,
 )
 from rayapp.learner.device import moved
-from rayapp.learner.distributed import Ranks
+from rayapp.learner.distributed import Ranks, reshard
 from rayapp.learner.families.pictures import PictureReader, reading, split_items
 from rayapp.learner.log_probs import HeadOptions, TeacherHead
 from rayapp.learner.metrics import (
@@ -149,6 +149,8 @@ class PolicyLearner:
             for batch in self.recorded(self.micro_batches(items)):
                 on_device = to_device(batch, self.ranks.device, self.ranks.sequence)
                 scores.update(scores_by_row(batch, model(on_device, options)))
+        if self.ranks.device.type != "cpu":
+            reshard(model)  # no backward may follow, and a server may need the memory
         return scores
 
     def micro_batches(self, items: Sequence[TrainItem]) -> list[MicroBatch]:
@@ -338,7 +340,7 @@ class _Step:
         num_before = len(self.micro_facts)
         with self.watch("forward_backward"):
             for number, batch in enumerate(learner.recorded(batches)):
-                reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
+                reduce_gradients(learner.model, is_last=number == len(batches) - 1)
                 self._forward_backward(batch, scale, actor_config, coupled)
             self._read()
             if self.config.distillation.needs_logits:

@@ -39,7 +39,7 @@ def _step(learner: PolicyLearner, step: int, rows: Sequence[Trajectory]) -> dict
     losses, entropy = list[float](), 0.0
     with watch("forward_backward"):
         for number, batch in enumerate(batches):
-            reduce_gradients(learner.model, learner.ranks.device, is_last=number == len(batches) - 1)
+            reduce_gradients(learner.model, is_last=number == len(batches) - 1)
             loss, nats = _forward_backward(learner, batch, num_tokens)
             losses.append(loss)
             entropy += nats

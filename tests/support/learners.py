@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +146,22 @@ def take_step(learner: PolicyLearner, groups: Sequence[Group], number: int = 1) 
     ranks = learner.ranks
     mine = deal(summaries, learner.config, ranks.world_size // ranks.num_parts)[ranks.data_rank]
     return learner.train_step(number, summaries, mine, [groups[share.position] for share in mine])
+
+
+@contextmanager
+def counted_operators() -> Iterator[Counter[str]]:
+    """Yield the number of calls of each of torch's operators in the block, by name, such as `aten::mm.dtype`."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counts = Counter[str]()
+
+    class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[str(func._schema).partition("(")[0]] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Count():
+        yield counts
 
 
 @contextmanager

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rayapp.learner.distributed import local_part
+from rayapp.learner.distributed import local_part, reshard
 
 
 class _Parked(NamedTuple):
@@ -74,9 +73,7 @@ class IdleMemory:
 def weights_of(*models: nn.Module) -> Iterator[Tensor]:
     """Yield this rank's shards of all parameters, resharding those that a forward left gathered."""
     for model in models:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
         yield from model.parameters()
 
 

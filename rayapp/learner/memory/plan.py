@@ -215,18 +215,19 @@ def learner_moments(shape: ModelShape, learner: LearnerSection, *, needs_logits:
     teacher = _teacher_bytes(shape, learner) if needs_logits else 0
     trained_in_layer = shape.num_adapter_parameters // shape.num_layers or shape.num_gathered_in_layer
     trained_in_root = 0 if shape.num_adapter_parameters else shape.num_root_parameters
+    kept = shape.num_layers if learner.keeps_gathered(shape.num_layers) else 0
     return (
         # All layers have run; the buffer of the last gathered layer still exists.
         Moment(
             name="the head's forward and backward",
-            gathered=gathered_bytes(shape, learner, 1) + teacher,
+            gathered=gathered_bytes(shape, learner, kept or 1) + teacher,
             activations=kept_bytes(shape, learner),
             head=head_bytes(shape, learner, learner.token_budget, needs_logits=needs_logits),
         ),
         # The backward of the last layer, which comes first, while the layer before it is gathered.
         Moment(
             name="the backward of a layer",
-            gathered=gathered_bytes(shape, learner) + teacher,
+            gathered=gathered_bytes(shape, learner, kept or 2) + teacher,
             activations=kept_bytes(shape, learner)
             + working_bytes(shape, learner)
             + (element * shape.hidden * shape.intermediate if shape.num_packed else 0),  # the matrix being unpacked

@@ -1,7 +1,8 @@
 """Estimates the phases of a step on GPUs before anything runs: time, utilization, and memory by owner.
 
 A roofline model with fixed shares of the manufacturer's figures (`ASSUMPTIONS` is printed with the numbers). The
-numbers of passes are fitted to one step on an H100 (docs/results.md); the other constants are not measured.
+numbers of eager passes are fitted to one step on an H100 (docs/results.md), those of compiled ones are counted operator
+by operator on fake tensors; the other constants are not measured.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from rayapp.learner.memory.shape import NODE_GPUS, NODE_LINK_GB_S, Gpu, ModelSha
 # Shares of the manufacturer's figures: large products, flash attention, memory, NCCL.
 GEMM_SHARE, ATTENTION_SHARE, MEMORY_SHARE, LINK_SHARE = 0.68, 0.45, 0.7, 0.7
 FORWARD_PASSES, BACKWARD_PASSES = 5, 11  # times that unfused operators read or write a layer's kept activations
-# Passes with `learner.compile`, which fuses norms, rotary positions and gated MLPs; assumed.
-COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES = 3, 6
 HEAD_FORWARD_PASSES, HEAD_BACKWARD_PASSES = 13, 18  # times that the logits, in float32, are read or written
+# The same with `learner.compile`, which fuses norms, rotary positions, gated MLPs and the softmax.
+COMPILED_FORWARD_PASSES, COMPILED_BACKWARD_PASSES = 1.2, 2.2
+COMPILED_HEAD_FORWARD_PASSES, COMPILED_HEAD_BACKWARD_PASSES = 1, 1
 # Overhead of a decoding step with CUDA graphs and without, on an H100 (docs/results.md).
 DECODE_S, EAGER_DECODE_S = 0.0035, 0.010
 HOST_GB_S = 20.0  # to host memory, for AdamW there and for weights through the object store
@@ -191,7 +193,7 @@ def score(shape: ModelShape, learner: LearnerSection, load: StepLoad, gpu: Gpu, 
         products=1.0,
         attention=1.0,
         passes=COMPILED_FORWARD_PASSES if is_compiled else FORWARD_PASSES,
-        head_passes=HEAD_FORWARD_PASSES,
+        head_passes=COMPILED_HEAD_FORWARD_PASSES if is_compiled else HEAD_FORWARD_PASSES,
         useful=1.0,
         exchanges=1.0,
     )
@@ -203,6 +205,8 @@ def train(shape: ModelShape, learner: LearnerSection, load: StepLoad, gpu: Gpu, 
     again = learner.num_recomputed(shape.num_layers) / shape.num_layers
     forward = COMPILED_FORWARD_PASSES if is_compiled else FORWARD_PASSES
     backward_passes = COMPILED_BACKWARD_PASSES if is_compiled else BACKWARD_PASSES
+    head = HEAD_FORWARD_PASSES + HEAD_BACKWARD_PASSES
+    compiled_head = COMPILED_HEAD_FORWARD_PASSES + COMPILED_HEAD_BACKWARD_PASSES
     speed = _learner_speed(
         shape,
         learner,
@@ -211,7 +215,7 @@ def train(shape: ModelShape, learner: LearnerSection, load: StepLoad, gpu: Gpu, 
         products=1.0 + backward + again,
         attention=3.5 + again,
         passes=forward * (1 + again) + backward_passes,
-        head_passes=HEAD_FORWARD_PASSES + HEAD_BACKWARD_PASSES,
+        head_passes=compiled_head if is_compiled else head,
         useful=1.0 + backward,
         exchanges=2.0 + again,
     )
@@ -244,18 +248,30 @@ def _learner_speed(
     attended = attention_flops(shape, load.attended)
     moved = passes * layer_bytes_per_token(shape, element) * shape.num_layers * load.computed_tokens
     moved += head_passes * FLOAT32 * shape.vocabulary * load.predicted_tokens
+    micro_batches = max(1, math.ceil(load.computed_tokens / num_gpus / section.token_budget))
+    moved += _copied_bytes(shape, section, micro_batches, is_backward=useful > 1.0)
     compute_s = (
         products * (layers + head) / (GEMM_SHARE * peak)
         + attention * attended / (ATTENTION_SHARE * peak)
         + moved / _memory_bytes_s(gpu)
     ) / num_gpus
-    micro_batches = max(1, math.ceil(load.computed_tokens / num_gpus / section.token_budget))
     gathers_s = micro_batches * _gather_s(shape, section, gpu, is_backward=useful > 1.0)
     # A row travels to its expert and back. Layers wait for it, so computing does not hide it.
     travelling = 2 * exchanges * element * shape.hidden * shape.rows_elsewhere * load.computed_tokens / num_gpus
     exchange_s = travelling / (LINK_SHARE * _link_gb_s(section.expert_parallel_size, gpu) * 1e9)
     seconds = max(compute_s, gathers_s) + exchange_s
     return Speed(seconds=seconds, flops=useful * (layers + head + attended), num_gpus=num_gpus)
+
+
+def _copied_bytes(shape: ModelShape, learner: LearnerSection, micro_batches: int, *, is_backward: bool) -> int:
+    """Return the bytes that a lone GPU moves to cast and copy its weights, and to add up gradients in float32."""
+    if learner.num_learners > 1:
+        return 0
+    element, trained = ELEMENT_BYTES[learner.compute_dtype], shape.num_trained
+    times = 1 if learner.keeps_gathered(shape.num_layers) else micro_batches * (2 if is_backward else 1)
+    copied = times * (3 * element * shape.num_parameters + (0 if shape.num_adapter_parameters else MASTER * trained))
+    # Each gradient is added to the sum; after the last micro-batch FSDP copies the sum twice.
+    return copied + is_backward * trained * (micro_batches * (2 * FLOAT32 + element) + 4 * FLOAT32)
 
 
 def product_flops(shape: ModelShape, num_tokens: int, num_predicted: int) -> tuple[int, int]:

@@ -210,9 +210,9 @@ def _marks_of_layers(
     learner: LearnerSection, ranks: Ranks, model: PolicyModel, meter: MemoryMeter, num_tokens: int
 ) -> NDArray[np.float64]:
     """Return the bytes at each moment of a step's second micro-batch, without the head."""
-    reduce_gradients(model, ranks.device, is_last=False)
+    reduce_gradients(model, is_last=False)
     _run_layers(learner, ranks, model, 1)
-    reduce_gradients(model, ranks.device, is_last=True)
+    reduce_gradients(model, is_last=True)
     meter.restart()
     _run_layers(learner, ranks, model, num_tokens)
     marks = np.array(meter.marks, np.float64)

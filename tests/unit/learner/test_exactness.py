@@ -30,7 +30,7 @@ from rayapp.learner.metrics import row_facts
 from rayapp.learner.policy import PolicyModel, check_compiler, recompute, reduce_gradients, to_device
 from rayapp.rollout.recorder import Recorder
 from support import make
-from support.learners import learner_alone, save_llama, take_step, whole_weights
+from support.learners import counted_operators, learner_alone, save_llama, take_step, whole_weights
 
 MAX_GRADIENT_ERROR = 2e-6
 """Relative to the gradient's largest entry: float32 has 24 bits, and the sums run over a few hundred terms."""
@@ -91,9 +91,9 @@ def test_one_gpu_reduces_gradients_and_reads_results_once_a_step_with_the_bits_o
 
         return call
 
-    def as_on_gpu(model: PolicyModel, device: torch.device, *, is_last: bool) -> None:
+    def as_on_gpu(model: PolicyModel, *, is_last: bool) -> None:
         reduced.append(is_last and model.reduces_once)
-        reduce_gradients(model, torch.device("cuda"), is_last=is_last)
+        reduce_gradients(model, is_last=is_last)
 
     config = make_config(tiny_model, max_tokens_per_microbatch=32)
     expected = gradient_of_step(config, make_groups(5))
@@ -104,6 +104,28 @@ def test_one_gpu_reduces_gradients_and_reads_results_once_a_step_with_the_bits_o
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert reduced == [False, True]  # two micro-batches
     assert done == ["compute", "compute", "read", "read"]  # reading waits for the GPU
+
+
+def test_weights_are_cast_once_a_step_where_they_stay_gathered_else_for_each_forward_and_backward(
+    tiny_model: Path,
+) -> None:
+    config = make_config(tiny_model, max_tokens_per_microbatch=32, compute_dtype="bfloat16")
+    casts, weights = list[int](), list[dict[str, Any]]()
+    for keeps in (True, False):
+        with learner_alone(config) as (learner, _):
+            assert learner.model.keeps_gathered  # on a CPU
+            layers: Any = learner.model.causal_lm.get_decoder().layers  # type: ignore[operator]
+            inside, everywhere = (len(list(each.parameters())) for each in (layers, learner.model))
+            learner.model.keeps_gathered = keeps
+            for layer in layers:
+                layer.set_reshard_after_forward(not keeps)
+            with counted_operators() as counts:
+                take_step(learner, make_groups(5))
+            casts.append(counts["aten::_to_copy"])
+            weights.append(whole_weights(learner))
+    # Two micro-batches: a layer's weights are cast four times, not once, and embedding and last norm twice.
+    assert casts[1] - casts[0] == 3 * inside + (everywhere - inside)
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
 
 
 def test_with_deterministic_kernels_a_step_runs_and_asks_torch_cublas_and_nccl_for_them(

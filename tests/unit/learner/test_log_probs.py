@@ -17,6 +17,7 @@ from rayapp.learner.log_probs import (
     HeadOptions,
     Targets,
     TeacherHead,
+    _adds_products,
     _fill_slopes,
     _log_norms,
     compiled,
@@ -24,6 +25,7 @@ from rayapp.learner.log_probs import (
     masks_on,
     token_log_probs,
 )
+from support.learners import counted_operators
 
 
 def targets_of(rows: torch.Tensor, token_ids: torch.Tensor, num_positions: int) -> Targets:
@@ -126,6 +128,26 @@ def test_logits_of_one_chunk_in_float32_are_kept_for_the_backward_and_no_more(
 
     _, _, _, _, *kept = log_probs.grad_fn.saved_tensors  # type: ignore[union-attr]
     assert sum(logits.shape[0] for logits in kept) == num_kept
+
+
+def test_a_gpu_adds_the_product_of_each_chunk_to_the_gradient_of_the_head_in_one_kernel() -> None:
+    """torch's meta device has the operators of a GPU, without numbers."""
+    counts = {}
+    assert _adds_products(torch.device("meta"))
+    assert not _adds_products(torch.device("cpu"))
+    for device in ("meta", "cpu"):
+        hidden, weight = (torch.ones(n, 8, dtype=torch.bfloat16, device=device).requires_grad_() for n in (17, 23))
+        rows = torch.arange(17)
+        targets = replace(targets_of(rows, rows, 17), rows=rows.to(device), token_ids=rows.to(device))
+        log_probs, *_ = token_log_probs(hidden, weight, targets, HeadOptions(temperature=1.0, chunk_rows=4))
+        with counted_operators() as counts[device]:
+            log_probs.sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.dtype == torch.bfloat16
+    # Five chunks of at most four positions.
+    assert (counts["meta"]["aten::mm.dtype"], counts["meta"]["aten::addmm.dtype_out"]) == (1, 4)
+    assert counts["cpu"]["aten::mm.dtype"] == counts["cpu"]["aten::addmm.dtype_out"] == 0
+    assert counts["cpu"]["aten::mm"] - counts["meta"]["aten::mm"] == 5
 
 
 @settings(max_examples=30, deadline=None)

@@ -97,6 +97,19 @@ def test_a_learner_in_bfloat16_by_hand() -> None:
     assert plan.total == 8000 + RUNTIME_BYTES + max(moment.total for moment in plan.moments)
 
 
+def test_a_lone_gpu_keeps_the_gathered_weights_of_all_layers_unless_it_recomputes_any_of_them() -> None:
+    for changes, in_head, in_backward in (
+        ({}, 3, 3),
+        ({"activation_checkpointing": 1}, 1, 2),
+        ({"num_learners": 2}, 1, 2),
+        ({"cpu_offload": True}, 1, 2),
+    ):
+        head, backward, _ = plan_learner(SHAPE, config(**changes)).moments  # type: ignore[arg-type]
+        assert (head.gathered, backward.gathered) == (2 * (100 + in_head * LAYER), 2 * (100 + in_backward * LAYER))
+    adapted = config(lora={"rank": 4}).learner
+    assert not adapted.keeps_gathered(3)
+
+
 def test_auto_recomputes_as_few_layers_as_fit() -> None:
     assert Config().learner.activation_checkpointing == "auto"
     auto = with_values(large(), learner={"activation_checkpointing": "auto"})
@@ -150,7 +163,10 @@ def test_a_reference_takes_its_own_shards() -> None:
 
 
 def test_what_is_offloaded_is_in_host_memory_and_not_on_the_gpu() -> None:
-    on_gpu, offloaded = plan_learner(SHAPE, config()), plan_learner(SHAPE, config(cpu_offload=True))
+    # One recomputed layer: without, the weights of all layers would stay gathered on the GPU.
+    on_gpu, offloaded = (
+        plan_learner(SHAPE, config(activation_checkpointing=1, cpu_offload=offload)) for offload in (False, True)
+    )
     assert (offloaded.weights, offloaded.gradients, offloaded.optimizer) == (0, 0, 0)
     assert offloaded.host == (4 + 4 + 8) * 1000 == on_gpu.total - offloaded.total
     assert (on_gpu.host, offloaded.resident) == (0, RUNTIME_BYTES)
@@ -301,7 +317,7 @@ def test_the_shape_is_read_without_weights(tiny_model: Path) -> None:
     # Two layers, 97 tied embeddings, the last norm.
     assert shape.num_parameters == 2 * layer + 97 * 128 + 128
     assert shape.num_root_parameters == 97 * 128 + 128
-    with pytest.raises(InputError, match=r"model\.path 'nowhere/at/all' can't be read"):
+    with pytest.raises(InputError, match=r"model\.path 'nowhere/at/all': there is no such folder"):
         model_shape(Config.model_validate({"model": {"path": "nowhere/at/all"}}))
 
 

@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from rayapp.core.errors import LearnerError
 from rayapp.core.types import Fork
-from rayapp.learner.attention import packed_attention, plan_attention
+from rayapp.learner.attention import _PathRows, packed_attention, plan_attention, varlen_plan
 from rayapp.learner.batch import TrainItem, make_micro_batch, split, trained_branches
 from rayapp.learner.families import flex
 from rayapp.learner.families.flex import flex_tree_attention, tree_mask
 from rayapp.learner.families.mixers import MAX_PADDING, lay_out, paths_of
-from rayapp.learner.packing import Packing, pack
+from rayapp.learner.packing import Packing, pack, segment_paths
 from support import make
+from support.learners import counted_operators
 
 token = st.integers(0, 2)
 sequence = st.lists(token, min_size=1, max_size=9)
@@ -175,6 +176,31 @@ def test_attention_and_its_gradient_are_those_of_the_mask(
         torch.autograd.grad(found, inputs, slopes), torch.autograd.grad(expected, inputs, slopes), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees=st.lists(tree, min_size=1, max_size=3), share=st.booleans())
+def test_on_a_gpu_keys_are_copied_only_where_segments_share_tokens_and_their_gradient_sorts_none(
+    trees: list[tuple[list[int], list[list[int]]]], share: bool
+) -> None:
+    packing = pack(sequences_of(trees), share_prefixes=share)
+    plan = varlen_plan(packing, torch.device("cpu"))
+    paths = segment_paths(packing.segments)
+    assert plan.cu_keys.diff().tolist() == [path.size for path in paths]
+    if plan.paths is None:
+        assert np.concatenate(paths).tolist() == list(range(packing.num_tokens))
+        return
+    rows = torch.randn(packing.num_tokens, 2, 4, dtype=torch.bfloat16).requires_grad_()
+    expected = rows[torch.from_numpy(np.concatenate(paths))]
+    slopes = torch.randn(expected.shape).bfloat16()
+    with counted_operators() as counts:
+        found = _PathRows.apply(rows, plan.paths)  # type: ignore[no-untyped-call]
+        [gradient] = torch.autograd.grad(found, rows, slopes)
+    assert torch.equal(found, expected)
+    exact = torch.zeros(rows.shape).index_add_(0, torch.from_numpy(np.concatenate(paths)), slopes.float())
+    torch.testing.assert_close(gradient.float(), exact, atol=1e-5, rtol=2**-8)  # rounded to bfloat16 once
+    assert set(counts) & {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::sort"} == set()
+    assert counts["aten::index_select"] == 3  # the forward; each token's own key; keys of shared tokens
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (4, 1.5)])
