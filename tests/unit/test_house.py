@@ -38,7 +38,7 @@ TASKS_DATA = "rayapp/tasks/library/repositories"
 LEVEL = {room: -level for level, line in enumerate(LINES.split("\n")) for room in line.split()}
 MOST_AT_THE_TOP = 16
 MOST_LINES = {
-    "actors": 3062, "api": 880, "cli": 2573, "config": 2955, "core": 3240, "driver": 2627, "engine": 2013,
+    "actors": 3062, "api": 880, "cli": 2573, "config": 2955, "core": 3249, "driver": 2627, "engine": 2013,
     "extras": 12998, "learner": 7827, "rollout": 7357, "runs": 2155, "sandbox": 6831, "storage": 1818, "tasks": 5824,
     "testing": 413, "tools": 1962,
 }  # fmt: skip
