@@ -139,6 +139,36 @@ def syntax_problem(source: str) -> str:
     return ""
 
 
+def values_of_names(tree: ast.Module, function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, list[ast.expr]]:
+    """Return name -> the expressions of its values, for names that a function reads once: parameters of pytest, loops'
+    variables, and names set in the function or the module."""
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+    loads = [node.id for node in names if isinstance(node.ctx, ast.Load)]
+    found: dict[str, list[ast.expr]] = {}
+    for node in (*tree.body, *ast.walk(function)):
+        match node:
+            case ast.Assign(targets=[target], value=value):
+                rows = [value]
+            case (
+                ast.For(target=target, iter=ast.List(elts=rows) | ast.Tuple(elts=rows))
+                | ast.Call(func=ast.Attribute(attr="parametrize"), args=[target, ast.List(elts=rows), *_])
+            ):
+                pass
+            case _:
+                continue
+        for name, each in (pair for row in rows for pair in _bound(target, row)):
+            found.setdefault(name, []).append(each)
+    is_set_once = {name for name in found if sum(each.id == name for each in names) - loads.count(name) < 2}
+    return {name: found[name] for name in is_set_once if loads.count(name) == 1}
+
+
+def _bound(target: ast.expr, row: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    parts = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+    names = re.findall(r"\w+", " ".join(str(getattr(part, "id", getattr(part, "value", ""))) for part in parts))
+    values = row.elts if len(names) > 1 and isinstance(row, ast.Tuple | ast.List) else [row]
+    return zip(names, values, strict=False) if len(names) == len(values) else iter(())
+
+
 def _undisturbed(parse: Callable[[], T]) -> T:
     # No other thread can run meanwhile; a garbage collection could run Python code, so collections are paused.
     with _ONE_PARSE, warnings.catch_warnings():

@@ -38,9 +38,7 @@ _STEERS = frozenset(
     {"conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg",
      "pyproject.toml", "sitecustomize.py", "usercustomize.py", ".coveragerc"}
 )  # fmt: skip
-_SHADOWED = sys.stdlib_module_names | {
-    "pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py", "tomli", "exceptiongroup",
-}  # fmt: skip
+_SHADOWED = sys.stdlib_module_names | {"pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "tomli"}
 _INSTALLS = re.compile(r"\s*(?:sudo\s+)?(?:apt|apt-get|apk|yum|curl|wget|uvx|npm|(?:uv |python3? -m )?pip3?)\s")
 _FILL = """
 import base64, json, os, subprocess, sys
@@ -242,11 +240,6 @@ def _reward(value: float, detail: str) -> Reward:
         terms={"pass_rate": value, "solved": solved, "verdict/forgeable": 1.0},
         detail=detail[-_SHOWN_CHARS:],
     )
-
-
-def gave_no_reward(found: Reward) -> Reward:
-    """Return 0 for code with which the script gave no reward, although it gives one without the code."""
-    return replace(_reward(0.0, found.detail), status=found.failure_kind)
 
 
 def forged(passed: Sequence[Sentinel]) -> Reward:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from rayapp.core.syntax import expression, parse
+from rayapp.core.syntax import expression, parse, values_of_names
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _RUNNERS = re.compile(r"\b(?:pytest|py\.test|unittest|nose2?)\b")
@@ -91,7 +91,8 @@ def _in_file(file: str, data: bytes, rng: random.Random) -> Iterator[Sentinel]:
         return
     lines = [0, *(place + 1 for place, byte in enumerate(data) if byte == 10)]
     for name, function in _tests_of(tree.body):
-        for node, wrong in _expectations(function.body, data, lines, rng):
+        text = partial(_text, data=data, lines=lines)
+        for node, wrong in _expectations(function.body, text, values_of_names(tree, function), rng):
             start, end = _span(node, lines)
             yield Sentinel(file=file, test=name, start=start, end=end, wrong=wrong)
 
@@ -117,16 +118,18 @@ def _tests_of(body: Sequence[ast.stmt], above: str = "") -> Iterator[tuple[str, 
 
 _Change = tuple[ast.expr, str]  # Node of a test, and the text that replaces it.
 _Text = partial[str]  # Function that returns the source text of a node.
+_Values = Mapping[str, Sequence[ast.expr]]
 
 
-def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], rng: random.Random) -> Iterator[_Change]:
-    text = partial(_text, data=data, lines=lines)
+def _expectations(body: Sequence[ast.stmt], text: _Text, values: _Values, rng: random.Random) -> Iterator[_Change]:
     for node in body:
         match node:
+            case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
+                yield from _wrong_side(left, right, text, values, rng)
             case ast.Assert(test=test):
-                yield from _of_assert(test, text, rng)
+                yield _flipped(test, text)
             case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="self"))) as call):
-                yield from _of_method(call, text, rng)
+                yield from _of_method(call, text, values, rng)
             case ast.With(items=[ast.withitem(context_expr=ast.Call(func=func, args=[kind, *_]))]) if (
                 ast.unparse(func) in _RAISES
             ):
@@ -135,15 +138,7 @@ def _expectations(body: Sequence[ast.stmt], data: bytes, lines: Sequence[int], r
                 ast.With(body=inside) | ast.AsyncWith(body=inside) | ast.For(body=inside) | ast.AsyncFor(body=inside)
                 | ast.Try(body=inside)
             ):  # fmt: skip
-                yield from _expectations(inside, data, lines, rng)
-
-
-def _of_assert(test: ast.expr, text: _Text, rng: random.Random) -> Iterator[_Change]:
-    match test:
-        case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
-            yield from _wrong_side(left, right, text, rng)
-        case _:
-            yield _flipped(test, text)
+                yield from _expectations(inside, text, values, rng)
 
 
 def _flipped(test: ast.expr, text: _Text) -> _Change:
@@ -163,32 +158,36 @@ def _in_brackets(node: ast.expr, text: str) -> str:
     return text if is_plain else f"({text})"
 
 
-def _of_method(call: ast.Call, text: _Text, rng: random.Random) -> Iterator[_Change]:
+def _of_method(call: ast.Call, text: _Text, values: _Values, rng: random.Random) -> Iterator[_Change]:
     assert isinstance(call.func, ast.Attribute)
     name = call.func.attr
     if name in _OPPOSITES:
         yield call.func, f"self.{_OPPOSITES[name]}"
     elif _EQUALS.fullmatch(name) and "Not" not in name and len(call.args) > 1:
-        yield from _wrong_side(call.args[0], call.args[1], text, rng)
+        yield from _wrong_side(call.args[0], call.args[1], text, values, rng)
     elif f"self.{name}" in _RAISES and len(call.args) > 1:
         yield call.args[0], _other_exception(ast.unparse(call.args[0]), rng)
 
 
-def _wrong_side(left: ast.expr, right: ast.expr, text: _Text, rng: random.Random) -> Iterator[_Change]:
-    """Yield a change to the literal side of a comparison. Without one, yield two of the right side: to a random number,
-    and to a value of the same type, for code that could tell a number from the value that it replaces."""
-    for side in (right, left):
-        if (found := _leaf(side, text, rng)) is not None:
-            yield found
+def _wrong_side(left: ast.expr, right: ast.expr, text: _Text, values: _Values, rng: random.Random) -> Iterator[_Change]:
+    """Yield a change to the literal side of a comparison, or to a literal that its name stands for. Without one, yield
+    two of the right side: to a random number, and to a value of the same type, which code can't know by its type."""
+    for side in map(_bare, (right, left)):
+        literals = values.get(side.id, ()) if isinstance(side, ast.Name) else [side]
+        if found := [change for each in literals if (change := _leaf(each, text, rng)) is not None]:
+            yield rng.choice(found)
             return
     yield right, str(rng.randint(1000, 99999))
     yield right, f"{_in_brackets(right, text(right))} * {rng.randint(2, 9)}"
 
 
+def _bare(node: ast.expr) -> ast.expr:
+    is_near = ast.unparse(node).startswith(("approx(", "pytest.approx("))
+    return node.args[0] if is_near and isinstance(node, ast.Call) and node.args else node
+
+
 def _leaf(node: ast.expr, text: _Text, rng: random.Random) -> _Change | None:
-    """Return a change to a constant in a literal or in `pytest.approx(literal)`; None for any other expression."""
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("approx") and node.args:
-        node = node.args[0]
+    """Return a change to a constant in a literal; None for any other expression."""
     try:
         ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

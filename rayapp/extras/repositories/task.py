@@ -37,7 +37,6 @@ from rayapp.extras.repositories.scripts import (
     SOLVE,
     TestScript,
     forged,
-    gave_no_reward,
     judge_by_script,
     run_solve_script,
     without_steering,
@@ -327,7 +326,7 @@ class RepositoryTask:
         """Return 0 if the script gives no reward again, but gives one for the repository without changes."""
         again = await self._by_script(repository, sandboxes)
         if again.failure_kind in SCRIPT_FAILURES and (await self._by_script(self.with_changes({}), sandboxes)).valid:
-            return gave_no_reward(again)
+            return replace(forged(()), status=again.failure_kind, detail=again.detail)
         return again
 
     async def _unless_forged(

@@ -121,6 +121,22 @@ def test_a_wrong_expectation_is_written_as_the_right_one_so_that_code_does_not_k
         assert ast.dump(ast.parse(wrong)) != ast.dump(ast.parse(given))
 
 
+@pytest.mark.parametrize(("text", "changed"), [
+    ("@pytest.mark.parametrize('x, wanted', [(1, 22), (3, 44)])\ndef test_it(x, wanted):\n    assert f(x) == wanted",
+     {22, 44}),
+    ("def test_it():\n    for x, wanted in ((1, 22), (3, 44)):\n        assert f(x) == wanted", {22, 44}),
+    ("def test_it():\n    wanted = 22\n    assert f(1) == pytest.approx(wanted)", {22}),
+    ("WANTED = 22\ndef test_it(): assert f(1) == WANTED", {22}),
+    ("def test_it():\n    x = 22\n    assert f(x) == x", {"x"}),  # the input would change, too
+])  # fmt: skip
+def test_the_literal_behind_a_name_is_made_wrong_which_code_could_read_from_the_tests_frame(
+    text: str, changed: set[object]
+) -> None:
+    drawn = [each for seed in range(20) for each in draw({"t.py": text.encode()}, ["t.py"], random.Random(seed))]
+
+    assert {text[each.start : each.end] for each in drawn} == set(map(str, changed))
+
+
 def test_an_exception_that_a_test_expects_becomes_a_common_one_that_is_no_case_of_it() -> None:
     text = b"def test_it():\n    with pytest.raises((KeyError, OSError)):\n        f()\n"
     wrong = {draw({"test_it.py": text}, ["test_it.py"], random.Random(seed))[0].wrong for seed in range(99)}
