@@ -12,6 +12,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,29 +20,35 @@ _ONE_PARSE = threading.Lock()
 _MOST_SHOWN = 80
 # Tags of thoughts, as models and prompts write them. `"<think>`, `'</think>'` and `(.*)</think>"` are parts of strings;
 # `Vec<Thought>` is a type. Tags with a prefix or suffix: `<seed:think>`, `<think_fast>`, `<ifm|think>`.
-_WORD = "(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|rationale|scratch_?pad|cot)"
+_WORD = "(?=[acrst])(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|rationale|scratch_?pad|cot)"
 _NAME = rf"(?:\w{{1,20}}[:|_])?(?:ant)?{_WORD}(?:[:_]\w{{1,20}})?"
 _PLAIN = "(?-i:think(?:ing)?|thought|reasoning|seed:think)"  # written as text too: `Well.<think>`, `a<think>`
 _IN_QUOTES = r"""(?<=(?P<mark>["'`])<)/[\w:]+>(?P=mark)|(?<=[)*?}\]]<)/[\w:]+>["']"""
+# The rest of a tag that begins with `<`.
 _OPENS = (
-    rf"""<(?<!["'`]<){_PLAIN}>""",
-    rf"""<(?<![\w:"'`]<)(?:\||(?<![^\n]<)[ \t])?{_NAME}(?:[ \t][^<>\n]{{0,80}})?\|?>""",
-    rf"<\|?(?:start|begin)_(?:of_)?(?:{_NAME}|working_out)\|?>",
-    rf"<\|(?:{_NAME}_(?:start|begin)|inner_prefix|content_thinking)\|>|<unused94>",
-    r"<\|channel\|?>(?:analysis(?:<\|message\|>)?|thought)|<\|open\|>think<\|sep\|>",  # of gpt-oss, Gemma and Kimi
-    r"(?<![\w\])])\[(?-i:THINK(?:ING)?)\]|(?<![^\n])\[think(?:ing)?\]|◁think▷",
+    rf"""(?<!["'`]<){_PLAIN}>""",
+    rf"""(?<![\w:"'`]<)(?:\||(?<![^\n]<)[ \t])?{_NAME}(?:[ \t][^<>\n]{{0,80}})?\|?>""",
+    rf"\|?(?:start|begin)_(?:of_)?(?:{_NAME}|working_out)\|?>",
+    rf"\|(?:{_NAME}_(?:start|begin)|inner_prefix|content_thinking)\|>|unused94>",
+    r"\|channel\|?>(?:analysis(?:<\|message\|>)?|thought)|\|open\|>think<\|sep\|>",  # of gpt-oss, Gemma and Kimi
 )
 _CLOSES = (
-    rf"""<(?!{_IN_QUOTES})[ \t|]{{0,2}}/[ \t]?{_NAME}[ \t]?\|?>""",
-    rf"<\|?end_(?:of_)?(?:{_NAME}|working_out)\|?>",
-    rf"<\|?{_NAME}_end\|?>|<\|(?:inner_suffix|content_text)\|>|<unused95>",
-    r"<\|end\|>(?=\s*<\|start\|>)|<\|channel\|>(?=final)|<channel\|>|<\|close\|>think<\|sep\|>",
-    r"\[/think(?:ing)?\]|◁/think▷",
+    rf"(?=[ \t|]{{0,2}}/)(?!{_IN_QUOTES})[ \t|]{{0,2}}/[ \t]?{_NAME}[ \t]?\|?>",
+    rf"\|?end_(?:of_)?(?:{_NAME}|working_out)\|?>",
+    rf"\|?{_NAME}_end\|?>|\|(?:inner_suffix|content_text)\|>|unused95>",
+    r"\|end\|>(?=\s*<\|start\|>)|\|channel\|>(?=final)|channel\|>|\|close\|>think<\|sep\|>",
 )
-_THOUGHT_TAG = re.compile(
-    rf"(?=<[ \t|]{{0,2}}/?[ \t]?\w|[\[◁])(?:(?P<closes>{'|'.join(_CLOSES)})|(?P<opens>{'|'.join(_OPENS)}))",
-    re.IGNORECASE,
+_CLOSES_BRACKET = r"(?<=\[)/think(?:ing)?\]|(?<=◁)/think▷"
+_OPENS_BRACKET = r"(?<=\[)(?:(?<![\w\])]\[)(?-i:THINK(?:ING)?)|(?<![^\n]\[)think(?:ing)?)\]|(?<=◁)think▷"
+_TAG, _ANY_TAG = (  # the search for one first character is twenty times as fast as for one of three
+    re.compile(
+        rf"{first}(?=[ \t|]{{0,2}}/?[ \t]?\w[\w:|]{{2}})(?:(?P<closes>(?<=<)(?:{'|'.join(_CLOSES)})|{_CLOSES_BRACKET})"
+        rf"|(?P<opens>(?<=<)(?:{'|'.join(_OPENS)})|{_OPENS_BRACKET}))",
+        re.IGNORECASE,
+    )
+    for first in ("<", r"[<\[◁]")
 )
+_BRACKET = re.compile(r"\[/?think", re.IGNORECASE)
 _NO_NAME = re.compile(
     r"(?<=\w)[ \t].*|(?:start|begin|end)_(?:of_)?|_(?:start|begin|end|prefix|suffix)|content_(?:text)?|open|close"
     r"|channel|\|end\||[^a-z]",
@@ -55,49 +62,51 @@ def answer_of(completion: str) -> str:
     Thoughts are the text up to the last `</think>`, and the text from a `<think>` that is never closed; of other tags
     too. A tag within a thought of another tag closes only its own. Tags in quotes are plain text.
     """
-    begin, end = _answer_place(completion)
+    _, begin, end = _answer_place(completion)
     return completion[begin:end]
 
 
-def _answer_place(text: str) -> tuple[int, int | None]:
-    begin, end, is_open = 0, None, list[str]()
-    for tag in _THOUGHT_TAG.finditer(text):
-        name = _NO_NAME.sub("", tag[0].lower())
+def _tags(text: str) -> Iterator[re.Match[str]]:
+    return (_ANY_TAG if "◁" in text or _BRACKET.search(text) else _TAG).finditer(text)
+
+
+@lru_cache(256)
+def _name(tag: str) -> str:
+    return _NO_NAME.sub("", tag.lower())
+
+
+def _answer_place(text: str) -> tuple[int, int, int | None]:
+    """Return where the tag after the last thought begins and ends, and where a thought begins that is never closed."""
+    closes, begin, end, is_open = 0, 0, None, list[str]()
+    for tag in _tags(text):
+        name = _name(tag[0])
         if tag["opens"]:
             end = tag.start() if end is None else end
             is_open += [name] if name not in is_open else []
             continue
         is_open = is_open[: is_open.index(name) if name in is_open else 0] if name else is_open[:-1]
         if not is_open:
-            begin, end = tag.end(), None
-    return begin, end
+            closes, begin, end = tag.start(), tag.end(), None
+    return closes, begin, end
 
 
 def spoken(completion: str, prompt: str) -> str:
     """Return a completion with the `<think>` with which its prompt (or its end) ends, unless it closes the thought."""
-    tags = list(_THOUGHT_TAG.finditer(prompt, max(0, len(prompt) - 200)))
+    tags = list(_ANY_TAG.finditer(prompt, max(0, len(prompt) - 200)))
     is_open = bool(tags) and bool(tags[-1]["opens"]) and not prompt[tags[-1].end() :].strip()
-    if not is_open or thoughts_end(completion):
+    if not is_open or _answer_place(completion)[1]:
         return completion
-    begins = _THOUGHT_TAG.match(completion.lstrip())
+    begins = _ANY_TAG.match(completion.lstrip())
     return completion if begins and begins["opens"] else f"{tags[-1][0].strip()}{completion}"
-
-
-def thoughts_end(completion: str) -> int:
-    """Return the index after the last `</think>` that is not in quotes; 0 if there is none."""
-    return _answer_place(completion)[0]
 
 
 def parted(turn: str) -> tuple[str, str]:
     """Return the thoughts with which a turn begins, without their tags, and the rest."""
-    begins, end = _THOUGHT_TAG.match(turn.lstrip()), thoughts_end(turn)
-    is_begun = begins is not None and bool(begins["opens"])
-    if not end and not is_begun:
+    begins, (closes, end, _) = _ANY_TAG.match(turn.lstrip()), _answer_place(turn)
+    opening = begins[0] if begins and begins["opens"] else ""
+    if not end and not opening:
         return "", turn
-    thoughts = turn[: end or None]
-    closing = [tag.start() for tag in _THOUGHT_TAG.finditer(thoughts) if end and tag.end() == end]
-    thoughts = thoughts[: closing[-1]] if closing else thoughts
-    return thoughts.strip().removeprefix(begins[0] if begins and is_begun else "").strip(), turn[end:] if end else ""
+    return turn[: closes if end else None].strip().removeprefix(opening).strip(), turn[end:] if end else ""
 
 
 def module(source: str) -> ast.Module:

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayapp.config.agent import EXTERNAL_AGENT
+from rayapp.config.agent import EXTERNAL_AGENT, AgentSection
 from rayapp.config.config import Config, Source, sources_of
 from rayapp.config.sandbox import LocalConfig, SandboxConfig
-from rayapp.config.sections import EvalSection
+from rayapp.config.sections import EvalSection, ModelSection
 from rayapp.core.errors import ConfigError, InputError, SandboxError
 from rayapp.core.machine import num_cores
 from rayapp.core.names import load_extra
@@ -124,7 +124,7 @@ def check_tasks(config: Config, *, training: bool, has_tokenizer: bool = True) -
         tasks = load_tasks(names)
         if plays_environments(tasks):
             if load_extra("environments.agent:check_environments")(tasks) and has_tokenizer:
-                _check_template(config)
+                _check_template(config.model, config.agent)
             continue
         if config.agent_name == SINGLE_TURN_AGENT:
             if has_tokenizer:
@@ -228,12 +228,12 @@ def _check_entries(config: Config, entries: Sequence[ToolEntry], *, training: bo
     if (first := next(holding, None)) is not None:
         _check_sandboxes_suffice(config, first, training=training)
     if entries and asks_template:
-        _check_template(config)
+        _check_template(config.model, config.agent)
 
 
-def _check_template(config: Config) -> None:
-    tokenizer: Any = load_tokenizer(config.model, config.agent.chat_template_kwargs)
-    check_template(tokenizer, model=config.model.path, chat_template=config.agent.chat_template)
+def _check_template(model: ModelSection, agent: AgentSection) -> None:
+    tokenizer: Any = load_tokenizer(model, agent.chat_template_kwargs)
+    check_template(tokenizer, model=model.path, chat_template=agent.chat_template)
 
 
 def _check_own_file(entry: ToolEntry, folder: Path, where: str) -> None:

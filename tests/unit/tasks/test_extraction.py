@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rayapp.core.syntax import answer_of, parse, spoken
+from rayapp.core.syntax import answer_of, parse, parted, spoken
 from rayapp.tasks.extraction import cut_after_function, extract_code, extract_module, extract_program, marked_block
 from support.timing import takes_at_most_s
 
@@ -289,6 +289,7 @@ def test_a_draft_in_a_thought_of_any_models_tag_is_no_answer(tags: str) -> None:
     for text in (f"{begin}{DRAFT}", f"{begin}{DRAFT}{end}No.", f"Well.\n{begin}{DRAFT}", f"{DRAFT}{end}No.", within):
         assert extract_code(text, "f") is None
     assert answer_of(spoken(DRAFT, f"<|assistant|>\n{begin}\n")) == ""
+    assert parted(f"{begin}\nhm\n{end}\n{DRAFT}")[0] == "hm"
     for text in (f"{begin}hm{end}\n{DRAFT}", f"{DRAFT}\n{begin}hm", spoken(f"hm{end}\n{DRAFT}", f"go{begin}")):
         assert extract_code(text, "f") == "def f(x):\n    return 1\n"
 
