@@ -29,7 +29,15 @@ from rayapp.extras.environments.files import EnvironmentTask, OpenEnvEnvironment
 from rayapp.extras.judges.judging import Judging
 from rayapp.rollout.agent.loop import AgentLoop
 from rayapp.rollout.agents import LoopAgent, OneTurn
-from rayapp.rollout.problem import Agent, Problem, problem_of_environment, problem_of_row, problem_of_task, prompted
+from rayapp.rollout.problem import (
+    VERDICT,
+    Agent,
+    Problem,
+    problem_of_environment,
+    problem_of_row,
+    problem_of_task,
+    prompted,
+)
 from rayapp.tasks.answers import AnswerRewards
 from rayapp.tasks.custom_rewards import CustomReward
 from rayapp.tasks.data.data_row import DataRow
@@ -164,8 +172,8 @@ class Episode:
         self.is_bad |= arguments["text"] == "bad"
         return ToolOutput(text=self.act() if self.is_bad and self.where == "call" else "heard")
 
-    async def reward(self, task: Any, played: Any) -> float:
-        return self.act() if self.is_bad and self.where == "verdict" else 1.0  # type: ignore[no-any-return]
+    async def reward(self, task: Any, played: Any) -> dict[str, Any]:
+        return {VERDICT: self.act() if self.is_bad and self.where == "verdict" else 1.0}
 
 
 @dataclass
