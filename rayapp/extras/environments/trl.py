@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from rayapp.rollout.problem import VERDICT
 from rayapp.storage.media import as_png
 from rayapp.tasks.custom_rewards import load_function
 from rayapp.tools.base import ToolFailedError, ToolOutput, ToolSchema
+from rayapp.tools.toolset import read_arguments
 
 # Part of the names of connection errors, as in httpx, websockets and aiohttp.
 _GONE = re.compile("Connect|Disconnect|Timeout")
@@ -179,8 +179,8 @@ def _messages(played: Trajectory) -> Iterator[dict[str, Any]]:
 
 def _parsed(arguments: str) -> Any:
     try:
-        return json.loads(arguments)
-    except ValueError:
+        return read_arguments(arguments)
+    except ToolFailedError:
         return arguments
 
 

@@ -298,14 +298,16 @@ async def test_reward_functions_read_tool_calls_and_their_results_as_in_trl(tmp_
     run = translated(tmp_path, {"reward_weights": [0.5]}, reward_funcs=[called], environment_factory=Game)
     [task, *_] = cast("Any", load_tasks(run.config.tasks))
     call = CallRecord(name="guess", arguments='{"number": 3}', output="too low")
-    turn = make.turn(1, 2, text="<tool_call>", calls=(call,))
+    bomb = CallRecord(name="guess", arguments="[" * 100_000, output="no")
+    turn = make.turn(1, 2, text="<tool_call>", calls=(call, bomb))
     with giving(run.objects):
         async with TrlEpisodes(task.environment).episode() as episode:
             rewards = await episode.reward(task, make.trajectory([0, 1], turns=(turn,)))
     assert rewards == {"called": 1.0, "environment": 0.5}
-    function = {"name": "guess", "arguments": {"number": 3}}
-    said = {"role": "assistant", "content": "<tool_call>", "tool_calls": [{"type": "function", "function": function}]}
-    assert seen == [[said, {"role": "tool", "name": "guess", "content": "too low"}]]
+    functions = [{"name": "guess", "arguments": given} for given in ({"number": 3}, bomb.arguments)]
+    calls = [{"type": "function", "function": function} for function in functions]
+    results = [{"role": "tool", "name": "guess", "content": each} for each in ("too low", "no")]
+    assert seen == [[{"role": "assistant", "content": "<tool_call>", "tool_calls": calls}, *results]]
 
 
 def test_rows_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
