@@ -107,7 +107,7 @@ def _compiler_is_there(config: Config) -> Iterator[Finding]:
     attaches = bool(config.cluster.address or os.environ.get("RAY_ADDRESS"))
     if attaches or (config.cluster.device == "gpu" and not on_gpu) or not config.compiles(on_gpu=on_gpu):
         return
-    from rayapp.learner.policy import check_compiler
+    from rayapp.learner.device import check_compiler
 
     try:
         check_compiler("cuda" if on_gpu else "cpu")

@@ -11,6 +11,7 @@ from rayapp.config.config import Config, frozen_models, with_number_formats, wit
 from rayapp.config.sections import ModelSection
 from rayapp.core.errors import InputError
 from rayapp.learner.batch import Inputs
+from rayapp.learner.device import keep_compiled
 from rayapp.learner.distributed import Ranks
 from rayapp.learner.families.mixers import mixers_of
 from rayapp.learner.families.pictures import PictureReader
@@ -18,7 +19,7 @@ from rayapp.learner.memory.plan import least_recomputed
 from rayapp.learner.memory.shape import model_shape, room_here
 from rayapp.learner.memory.token_budget import find_token_budget
 from rayapp.learner.metrics import mfu_meter
-from rayapp.learner.policy import PolicyModel, keep_compiled, load_policy, make_optimizer
+from rayapp.learner.policy import PolicyModel, load_policy, make_optimizer
 from rayapp.learner.step import PolicyLearner
 from rayapp.storage.models.fetch import with_local_model
 from rayapp.storage.models.pictures import load_pictures

@@ -19,7 +19,7 @@ from rayapp.config.learner import CPU_SOFTMAX_ROWS, GPU_SOFTMAX_ROWS
 from rayapp.config.other_models import DistillationSection
 from rayapp.core.types import AllowedTokens, Int32Array
 from rayapp.learner.algo.distillation import kl, kl_gradient
-from rayapp.learner.device import moved
+from rayapp.learner.device import compiled, moved
 from rayapp.learner.packing import Int64Array
 
 _NOT_ALLOWED = -1e30  # of a token that a form does not allow: probability 0, and finite in sums
@@ -256,15 +256,6 @@ def _score(
         entropy[start:stop] = log_norm - _row_dots(probs, scaled)
         if options.needs_sum_pi_squared:
             squares[start:stop] = _row_dots(probs, probs)
-
-
-@cache
-def compiled(function: Any) -> Any:
-    from torch._dynamo import config
-
-    # Torch 2.13 would make a norm's epsilon an input: a tensor on the CPU, for which GPUs too would need C++.
-    config.specialize_float = True
-    return torch.compile(function, dynamic=True)
 
 
 def _log_norms(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -1,23 +1,15 @@
 """Holds the policy on one rank: a transformers model, sharded with FSDP2, that maps a micro-batch to log-probs.
 
-The learning rate is a pure function of the optimizer step, so a resumed run needs no scheduler state. `fuse` compiles
-norms, rotary positions and gated MLPs; whole layers are not compiled, because micro-batches differ in every dimension
-but the width.
+The learning rate is a pure function of the optimizer step, so a resumed run needs no scheduler state.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import shutil
-import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from types import MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,10 +28,10 @@ from rayapp.config.config import Config
 from rayapp.config.learner import LearnerSection, OptimizerSection
 from rayapp.config.other_models import DistillationSection
 from rayapp.config.sections import ModelSection
-from rayapp.core.errors import InputError, LearnerError
+from rayapp.core.errors import InputError
 from rayapp.learner.attention import ATTENTION_NAME, AttentionLayout, plan_attention, register_attention
 from rayapp.learner.batch import MicroBatch
-from rayapp.learner.device import moved
+from rayapp.learner.device import check_compiler, fuse, keep_compiled, moved
 from rayapp.learner.distributed import EXPERT_RANKS, whole
 from rayapp.learner.families.experts import check_expert_parallel, is_split, split_experts
 from rayapp.learner.families.pictures import (
@@ -57,7 +49,6 @@ from rayapp.learner.log_probs import (
     HeadOptions,
     Targets,
     TeacherHead,
-    compiled,
     first_pairs_of,
     masks_on,
     token_log_probs,
@@ -406,99 +397,3 @@ def clip_gradients(model: nn.Module, max_norm: float) -> float:
         for own in by_mesh.values():
             torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
     return float(norm)
-
-
-ROPE = "apply_rotary_pos_emb"  # in transformers' model modules
-GATED = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))  # linear layers, for each known layout
-
-
-def fuse(causal_lm: Any, *, is_asked: bool) -> None:
-    """Make the model compile its small operators when they first run. Call it before sharding. LearnerError:
-    `is_asked`, but there is nothing to compile."""
-    decoder = causal_lm.get_decoder()
-    norms = [module for module in decoder.modules() if _is_norm(module)]
-    mlps = [module for module in decoder.modules() if _is_gated(module)]
-    # One compilation serves all modules of a class with equal widths, because their parameters are arguments.
-    for module in norms:
-        module.forward = MethodType(_of_views(_compiled(type(module).forward)), module)
-    for module in mlps:
-        module.forward = MethodType(_compiled(type(module).forward), module)
-    rotary = [sys.modules[name] for name in {type(module).__module__ for module in decoder.modules()}]
-    rotary = [code for code in rotary if code.__name__.startswith("transformers.") and hasattr(code, ROPE)]
-    for code in rotary:
-        setattr(code, ROPE, _compiled(getattr(code, ROPE)))
-    if is_asked and not (norms or mlps or rotary):
-        raise LearnerError(
-            f"learner.compile is true, but {type(causal_lm).__name__} has no operators to compile. Set "
-            "learner.compile=false."
-        )
-    log.info("compiling %d norms, %d MLPs, positions of %d models", len(norms), len(mlps), len(rotary))
-
-
-def _compiled(function: Any) -> Any:
-    return compiled(getattr(function, "_torchdynamo_orig_callable", function))
-
-
-def _of_views(function: Any) -> Any:
-    """Return a method whose first argument is always a view. FSDP gives a layer its input as a view: torch.compile
-    would compile the norm at a layer's start and the norm in its middle separately."""
-
-    def method(self: nn.Module, hidden: Tensor, *args: Any, **options: Any) -> Any:
-        return function(self, hidden.view_as(hidden), *args, **options)
-
-    return method
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Return whether to compile a module; torch's own norms are single kernels already."""
-    is_torch = type(module).__module__.startswith("torch.")
-    return "Norm" in type(module).__name__ and not is_torch and not list(module.children())
-
-
-def _is_gated(module: nn.Module) -> bool:
-    children = dict(module.named_children())
-    return any(all(type(children.get(name)) is nn.Linear for name in names) for names in GATED)
-
-
-def keep_compiled() -> None:
-    """Make torch keep compiled code in the user's cache folder: its own, in /tmp, is gone with a container."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    if os.environ.get(name, default_cache_dir()) != default_cache_dir():  # torch sets its default when it is imported
-        return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rayapp" / "torchinductor"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        log.info("compiled code is kept in torch's own folder: %s", error)
-        return
-    os.environ[name] = str(folder)
-
-
-def check_compiler(device_type: str) -> None:
-    """Check that torch.compile has what it needs on this machine; else LearnerError."""
-    missing = list(_missing(device_type))
-    if missing:
-        raise LearnerError(
-            f"learner.compile is on, but this machine has no {' and no '.join(missing)}, which torch.compile needs "
-            f"for device {device_type}. Install it (Debian: apt-get install gcc g++ python3-dev), or set "
-            "learner.compile=false."
-        )
-
-
-def _missing(device_type: str) -> Iterator[str]:
-    # Looked up as Triton (C) and torch (C++) do.
-    if device_type == "cpu":
-        if not shutil.which(os.environ.get("CXX", "g++")):
-            yield "C++ compiler (CXX, or g++)"
-        return
-    from torch.utils._triton import has_triton
-
-    if not (shutil.which(os.environ["CC"]) if "CC" in os.environ else shutil.which("gcc") or shutil.which("clang")):
-        yield "C compiler (CC, or gcc or clang)"
-    headers = Path(sysconfig.get_path("include")) / "Python.h"
-    if not headers.is_file():
-        yield f"{headers}"
-    if not has_triton():
-        yield "Triton"

@@ -16,8 +16,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from rayapp.core.types import Group
 from rayapp.learner.build import import_ahead
-from rayapp.learner.log_probs import compiled
-from rayapp.learner.policy import ROPE, keep_compiled
+from rayapp.learner.device import ROPE, compiled, keep_compiled
 from support import make
 from support.learners import learner_alone, take_step
 

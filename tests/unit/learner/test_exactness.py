@@ -24,10 +24,10 @@ from rayapp.core.trajectories import path_to
 from rayapp.core.types import AllowedTokens, Group, Reward, RolloutStatus, Trajectory
 from rayapp.learner.batch import TrainItem, make_micro_batch
 from rayapp.learner.build import with_recomputation
+from rayapp.learner.device import check_compiler, compiled
 from rayapp.learner.distributed import NCCL_OF_BATCH_INVARIANCE
-from rayapp.learner.log_probs import compiled
 from rayapp.learner.metrics import row_facts
-from rayapp.learner.policy import PolicyModel, check_compiler, recompute, reduce_gradients, to_device
+from rayapp.learner.policy import PolicyModel, recompute, reduce_gradients, to_device
 from rayapp.rollout.recorder import Recorder
 from support import make
 from support.learners import counted_operators, learner_alone, save_llama, take_step, whole_weights

@@ -16,7 +16,7 @@ from rayapp.cli import doctor
 from rayapp.config.config import Config
 from rayapp.config.sections import CheckpointSection
 from rayapp.core.errors import InputError
-from rayapp.learner.log_probs import compiled
+from rayapp.learner.device import compiled
 from rayapp.learner.memory.shape import model_shape
 from rayapp.learner.policy import load_policy
 from rayapp.learner.state.checkpoint import _state
